@@ -1,0 +1,63 @@
+"""A sequence: tokens, how many of them are computed, and the blocks that hold their KV. Everything else is derived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from shared.request import FinishReason, Request
+
+
+class Status(Enum):
+    WAITING = auto()  # in the queue, holds no blocks
+    RESERVED = auto()  # holds blocks that a prefill worker is filling; not schedulable
+    RUNNING = auto()  # holds blocks, some tokens may still be uncomputed
+    HELD = auto()  # prompt computed and first token sampled; holds its blocks until they are shipped
+    FINISHED = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One output of one request, from the queue to its end. Owned by the scheduler; others only read.
+
+    The engine computes tokens `num_computed_tokens .. num_tokens - 1` in one or several steps; when all are computed it samples
+    one more. There is no prefill state and no decode state: a new, a continued and a preempted sequence differ only in these
+    two counters.
+    """
+
+    request: Request
+    choice: int = 0  # which of the request's n outputs
+    hold: bool = False  # stop after the first sampled token and keep the blocks (a prefill worker's sequence)
+    token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # of the full, computed blocks at the front of the table
+    num_cached_tokens: int = 0  # found in the prefix cache at first admission
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.token_ids)
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """All output tokens, those of an earlier worker included: also the index of the next one."""
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    @property
+    def is_forking(self) -> bool:
+        """The next sampling gives one token for each of the request's n outputs, and makes n sequences of this one."""
+        return self.request.sampling.n > 1 and self.choice == 0 and self.num_output_tokens == self.request.num_emitted

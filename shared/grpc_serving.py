@@ -1,0 +1,159 @@
+"""How every gRPC server and channel of this project is made: limits, keep-alive, TLS, health, and errors that keep their type."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from shared.errors import ConfigError, Internal, TwostrokeError
+from shared.grpc_errors import status_of
+from shared.worker_config import TlsConfig
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+
+# A silent peer is noticed by keep-alive within two seconds, also while a call streams nothing.
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),  # a second server on one port must fail, not share it
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+
+
+def open_channel(address: str, tls: TlsConfig) -> grpc.aio.Channel:
+    if not tls.tls_ca:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(
+        root_certificates=_read(tls.tls_ca),
+        private_key=_read(tls.tls_key) if tls.tls_key else None,
+        certificate_chain=_read(tls.tls_cert) if tls.tls_cert else None,
+    )
+    return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+
+
+class Server:
+    """A gRPC server with a health service and typed errors. `add` services, `start`, and `stop`."""
+
+    def __init__(self, tls: TlsConfig) -> None:
+        self._tls = tls
+        self._server = grpc.aio.server(interceptors=[_ErrorInterceptor()], options=_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._names = [""]
+
+    def add(self, register: Callable[[Any, Any], None], servicer: object, name: str) -> None:
+        """`register` is the generated add_…_to_server; `name` the full service name for health checks."""
+        register(servicer, self._server)
+        self._names.append(name)
+
+    async def start(self, host: str, port: int) -> int:
+        """Binds, serves, and returns the real port. Raises ConfigError if the address cannot be had."""
+        address = f"{host}:{port}"
+        bound: int
+        try:
+            if self._tls.tls_cert:
+                bound = self._server.add_secure_port(address, self._credentials())
+            else:
+                bound = self._server.add_insecure_port(address)
+        except RuntimeError:
+            bound = 0
+        if bound == 0:
+            raise ConfigError(f"cannot listen on {address}: the port is in use or the address is not this machine's")
+        await self._server.start()
+        return bound
+
+    async def set_serving(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._names:
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, lets running ones end within `grace_s`, then cancels them."""
+        await self._server.stop(grace_s)
+
+    def _credentials(self) -> grpc.ServerCredentials:
+        ca = _read(self._tls.tls_ca) if self._tls.tls_ca else None
+        pair = (_read(self._tls.tls_key), _read(self._tls.tls_cert))
+        return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+
+
+class _ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns a TwostrokeError raised by a handler into its status; anything else is logged and becomes INTERNAL."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith("/grpc.health."):
+            return handler
+        codecs = (handler.request_deserializer, handler.response_serializer)
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, method), *codecs)
+        if handler.stream_unary:
+            return grpc.stream_unary_rpc_method_handler(_guard_unary(handler.stream_unary, method), *codecs)
+        return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, method), *codecs)
+
+
+def _guard_unary(call: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await call(request, context)
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return guarded
+
+
+def _guard_stream(call: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async for reply in call(request, context):
+                yield reply
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return guarded
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, TwostrokeError):
+        log.exception("%s failed", method, exc_info=error)
+        error = Internal(f"{method} failed: {type(error).__name__}")
+    code, details, trailing = status_of(error)
+    await context.abort(code, details, trailing)
+
+
+async def cancel_and_wait(task: asyncio.Task[Any] | None) -> None:
+    """Cancels a task and waits until it has ended, whatever it ends with."""
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

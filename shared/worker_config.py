@@ -1,0 +1,73 @@
+"""The options of a worker process, the same for every role. Torch-free, so that supervisors can parse and hand them on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.config import option, size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """TLS for gRPC. With a CA as well as a certificate, peers must present one too (mTLS)."""
+
+    tls_cert: str = option("", "certificate chain (PEM file) of this process for gRPC; empty: plain text")
+    tls_key: str = option("", "private key (PEM file) of --tls-cert")
+    tls_ca: str = option("", "CA bundle (PEM file) that peers' certificates must chain to")
+
+    def __post_init__(self) -> None:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("--tls-cert and --tls-key go together")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig(TlsConfig):
+    """A Twostroke worker: one engine with a gRPC server in front."""
+
+    model: str = option("", "folder with a model, or a hub id")
+    served_model_name: str = option("", "name clients use; default: the last part of --model")
+    revision: str = option("", "hub revision of --model")
+    dtype: str = option("auto", "compute type", choices=("auto", "bfloat16", "float16", "float32"))
+    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    kernels: str = option("auto", "kernel bodies to use", choices=("auto", "reference", "cpu", "triton"))
+    max_model_len: int | None = option(None, "longest sequence, prompt plus output; default: the model's own limit")
+    max_num_seqs: int = option(32, "most sequences in one step")
+    max_num_batched_tokens: int | None = option(None, "most tokens in one step; default by role: prefill 2048, others 512")
+    block_size: int = option(16, "tokens per KV block", choices=None)
+    gpu_memory_utilization: float = option(0.9, "share of a GPU's memory to use in all")
+    kv_cache_memory: int | None = option(None, "KV pool on a CPU, such as 4GiB; default: a share of free memory", parse=size_bytes)
+    num_blocks: int | None = option(None, "KV blocks; overrides what memory would allow")
+    enable_prefix_caching: bool = option(True, "reuse KV blocks of earlier requests with the same prefix")
+    num_threads: int | None = option(None, "compute threads on a CPU; default: the cores this process may use")
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(0, "gRPC port; 0 picks a free one")
+    advertise: str = option("", "host:port that others reach this worker at; default: --host and the real port")
+    worker_id: str = option("", "stable name of this worker; default: role, host and port")
+    redis_url: str = option("redis://127.0.0.1:6379/0", "Redis or Valkey with registry and prefix index", secret=True)
+    metrics_port: int | None = option(None, "serve /metrics on this port; default: off")
+    transfer_timeout_s: float = option(30.0, "longest wait for one step of a KV transfer: room, chunk or acknowledgement")
+    drain_timeout_s: float = option(30.0, "after SIGTERM, how long running sequences may go on")
+    log_level: str = option("info", "least severe messages to log", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        super(WorkerConfig, self).__post_init__()  # slots=True makes a new class: zero-argument super() would miss it
+        _at_least_one(self, "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "num_threads", "max_model_len")
+        if self.block_size not in (8, 16, 32, 64, 128):
+            raise ValueError(f"--block-size is {self.block_size}; it must be one of 8, 16, 32, 64, 128")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"--port is {self.port}; it must be between 0 and 65535")
+        if self.transfer_timeout_s <= 0 or self.drain_timeout_s < 0:
+            raise ValueError("--transfer-timeout-s and --drain-timeout-s must be positive")
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _at_least_one(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")

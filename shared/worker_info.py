@@ -1,0 +1,85 @@
+"""What a worker says of itself: in the registry, in its status, and when two workers meet."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from hashlib import blake2b
+
+PROTOCOL_VERSION = 1
+
+
+class Role(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    COLOCATED = "colocated"  # a decode worker that is never handed blocks: it prefills everything itself
+
+    @property
+    def can_decode(self) -> bool:
+        return self is not Role.PREFILL
+
+
+@dataclass(frozen=True, slots=True)
+class KvGeometry:
+    """What two workers must agree on before blocks move between them."""
+
+    weights_digest: str  # of the model's configuration and weights
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    kv_dtype: str
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of all fields and the protocol version. Package versions are not in it."""
+        text = json.dumps([PROTOCOL_VERSION, *asdict(self).values()])
+        return blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def block_bytes(self) -> int:
+        itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[self.kv_dtype]
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker has to do now. Published with each heartbeat."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0  # prompt tokens not yet computed, of running and waiting sequences
+    num_free_blocks: int = 0
+    num_steps: int = 0  # grows while the engine makes progress
+    prefill_tokens_per_s: float = 0.0  # measured, 0 until known
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """A worker's registry entry. `boot_id` is new at every start and voids all that an older one said."""
+
+    worker_id: str
+    boot_id: str
+    role: Role
+    address: str  # host:port of its gRPC server, as others reach it
+    model: str  # served name
+    digest: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    transports: tuple[str, ...] = ("grpc",)
+    draining: bool = False
+    load: Load = field(default_factory=Load)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self) | {"role": self.role.value}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> WorkerInfo:
+        """Raises ValueError, KeyError or TypeError on a malformed entry. Unknown fields of newer versions are ignored."""
+        raw = json.loads(text)
+        known = {k: raw[k] for k in cls.__dataclass_fields__ if k in raw}
+        load = {k: v for k, v in raw.get("load", {}).items() if k in Load.__dataclass_fields__}
+        return cls(**(known | {"role": Role(raw["role"]), "transports": tuple(raw["transports"]), "load": Load(**load)}))
