@@ -1,0 +1,38 @@
+"""`twostroke decode`: an engine that takes over computed prompts and generates; `--colocated` computes prompts itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from services.decode.config import DecodeConfig
+from services.decode.server import DecodeService
+from shared.config import parse_config
+from shared.rpc import control_pb2_grpc, kv_pb2_grpc
+from shared.transfer.receiver import Receiver
+from shared.transfer.service import KvTransferService
+from shared.worker import Service, Worker, run_worker
+from shared.worker_info import Role
+
+
+def main(argv: Sequence[str]) -> None:
+    config = parse_config(DecodeConfig, argv, "twostroke decode", os.environ)
+    run_worker(config, Role.COLOCATED if config.colocated else Role.DECODE, decode_services)
+
+
+def decode_services(worker: Worker) -> list[Service]:
+    if worker.role is Role.COLOCATED:
+        return [_decode(worker, None)]
+    timeout_s = worker.config.transfer_timeout_s
+    receiver = Receiver(worker.engine, worker.pool, worker.geometry, worker.boot_id, timeout_s, worker.streams.deliver)
+    worker.streams.after_step = receiver.notify_room
+    transfer = KvTransferService(receiver, timeout_s)
+    return [
+        _decode(worker, receiver),
+        Service(kv_pb2_grpc.add_KvTransferServicer_to_server, transfer, "twostroke.v1.KvTransfer"),
+    ]
+
+
+def _decode(worker: Worker, receiver: Receiver | None) -> Service:
+    service = DecodeService(worker, worker.engine, worker.streams, receiver)
+    return Service(control_pb2_grpc.add_DecodeServicer_to_server, service, "twostroke.v1.Decode")

@@ -1,0 +1,64 @@
+"""The Decode service: a Generate stream to the engine and back.
+
+    Generate without handoff    submit ─> tokens
+    Generate with handoff       expect ─> (KvTransfer: open, push, commit) ─> tokens
+
+The stream owns everything the request holds here. When it ends, for whatever reason, the engine's sequences are aborted (a no-op if
+they have finished) and the reservation is given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from shared.engine.engine import Engine
+from shared.engine.plan import Event, Failure
+from shared.errors import IncompatiblePeer, Unavailable
+from shared.request import Output
+from shared.rpc import control_pb2, control_pb2_grpc
+from shared.streams import Streams
+from shared.transfer.receiver import Receiver
+from shared.wire import output_to_wire, request_from_wire
+from shared.worker import Worker
+
+
+class DecodeService(control_pb2_grpc.DecodeServicer):
+    def __init__(self, worker: Worker, engine: Engine, streams: Streams[Event], receiver: Receiver | None) -> None:
+        """`receiver` is None on a colocated worker, which computes every prompt itself."""
+        self._worker = worker
+        self._engine = engine
+        self._streams = streams
+        self._receiver = receiver
+
+    async def Generate(self, message: control_pb2.GenerateRequest, context: Any) -> AsyncIterator[control_pb2.GenerateReply]:
+        if self._worker.is_draining:
+            raise Unavailable("this worker is draining")
+        request = request_from_wire(message.sequence)
+        self._worker.check_tokens(request)
+        events = self._streams.open(request.request_id)
+        transfer_id = message.handoff.transfer_id if message.HasField("handoff") else b""
+        try:
+            if transfer_id:
+                self._require_receiver().expect(transfer_id, request)
+            else:
+                self._engine.submit(request)
+            yield control_pb2.GenerateReply(accepted=control_pb2.Accepted(boot_id=self._worker.boot_id))
+            num_open = request.sampling.n
+            while num_open:
+                event = await events.get()
+                if isinstance(event, Failure):
+                    raise event.error
+                if isinstance(event, Output):
+                    num_open -= event.finish_reason is not None
+                    yield output_to_wire(event)
+        finally:
+            self._streams.close(request.request_id)
+            if transfer_id and self._receiver is not None:
+                self._receiver.forget(transfer_id)
+            self._engine.abort(request.request_id)
+
+    def _require_receiver(self) -> Receiver:
+        if self._receiver is None:
+            raise IncompatiblePeer("this worker is colocated; it takes no handoff")
+        return self._receiver

@@ -1,0 +1,23 @@
+"""`twostroke prefill`: an engine that computes prompts and ships their blocks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from services.prefill.server import PrefillService
+from shared.config import parse_config
+from shared.rpc import control_pb2_grpc
+from shared.worker import Service, Worker, run_worker
+from shared.worker_config import WorkerConfig
+from shared.worker_info import Role
+
+
+def main(argv: Sequence[str]) -> None:
+    config = parse_config(WorkerConfig, argv, "twostroke prefill", os.environ)
+    run_worker(config, Role.PREFILL, prefill_services)
+
+
+def prefill_services(worker: Worker) -> list[Service]:
+    service = PrefillService(worker, worker.engine, worker.streams, worker.channels)
+    return [Service(control_pb2_grpc.add_PrefillServicer_to_server, service, "twostroke.v1.Prefill")]

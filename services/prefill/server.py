@@ -1,0 +1,107 @@
+"""The Prefill service: compute a prompt, ship its blocks while the rest is computed, sample the first token, commit.
+
+    submit(hold) ─> first chunk starts ─> Open ─┐
+                    chunk computed ────────────>├─ Push finished blocks      (the next chunk computes meanwhile)
+                    chunk computed ────────────>├─ Push finished blocks
+                    first tokens ──────────────>└─ Push the rest, Commit ─> acknowledged ─> release
+
+The call owns the sequence and its reservation at the receiver. If it ends early, both are given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from shared.channels import Channels
+from shared.engine.engine import Engine
+from shared.engine.plan import Event, Failure, Progress
+from shared.engine.sequence import Sequence
+from shared.errors import InvalidRequest, Unavailable
+from shared.request import Output, Token
+from shared.rpc import control_pb2, control_pb2_grpc
+from shared.streams import Streams
+from shared.transfer import metrics
+from shared.transfer.sender import Sender
+from shared.wire import request_from_wire
+from shared.worker import Worker
+
+
+class PrefillService(control_pb2_grpc.PrefillServicer):
+    def __init__(self, worker: Worker, engine: Engine, streams: Streams[Event], channels: Channels) -> None:
+        self._worker = worker
+        self._engine = engine
+        self._streams = streams
+        self._channels = channels
+
+    async def Prefill(self, message: control_pb2.PrefillRequest, context: Any) -> control_pb2.PrefillReply:
+        if self._worker.is_draining:
+            raise Unavailable("this worker is draining")
+        request = request_from_wire(message.sequence)
+        self._worker.check_tokens(request)
+        if len(message.destination.transfer_id) != 16:
+            raise InvalidRequest("destination.transfer_id must have 16 bytes", param="transfer_id")
+        worker = self._worker
+        channel = self._channels.get(message.destination.address)
+        sender = Sender(channel, message.destination, worker.geometry, worker.pool, worker.config.transfer_timeout_s)
+        events = self._streams.open(request.request_id)
+        try:
+            sequence = self._engine.submit(request, hold=True)
+            reply = await _Shipment(sequence, sender, worker.geometry.block_size).run(events)
+            self._engine.release(request.request_id)
+            return reply
+        except BaseException as error:
+            # Blocks are being read until the sender has stopped: stop it first, then free them.
+            await asyncio.shield(sender.abort(type(error).__name__))
+            raise
+        finally:
+            self._streams.close(request.request_id)
+            self._engine.abort(request.request_id)
+
+
+class _Shipment:
+    """One prompt on its way: what has been computed, what has been sent, and when."""
+
+    def __init__(self, sequence: Sequence, sender: Sender, block_size: int) -> None:
+        self._sequence = sequence
+        self._sender = sender
+        self._block_size = block_size
+        self._num_blocks = -(-len(sequence.request.token_ids) // block_size)
+        self._next_block = 0
+
+    async def run(self, events: asyncio.Queue[Event]) -> control_pb2.PrefillReply:
+        arrived_s = time.monotonic()
+        await self._next(events)  # the first chunk starts
+        started_s = time.monotonic()
+        self._next_block = await self._sender.open(self._num_blocks)
+        first_tokens: dict[int, Token] = {}
+        while len(first_tokens) < self._sequence.request.sampling.n:
+            event = await self._next(events)
+            if isinstance(event, Output):
+                first_tokens[event.choice] = event.tokens[0]
+            else:
+                await self._push_up_to(event.num_computed_tokens // self._block_size)
+        computed_s = time.monotonic()
+        await self._push_up_to(self._num_blocks)
+        await self._sender.commit([token for _, token in sorted(first_tokens.items())], self._sequence.num_cached_tokens)
+        done_s = time.monotonic()
+        metrics.transfer_seconds.observe(done_s - computed_s)
+        return control_pb2.PrefillReply(
+            num_cached_tokens=self._sequence.num_cached_tokens,
+            num_shipped_blocks=self._sender.num_shipped_blocks,
+            queue_s=started_s - arrived_s,
+            compute_s=computed_s - started_s,
+            transfer_s=done_s - computed_s,
+        )
+
+    async def _next(self, events: asyncio.Queue[Event]) -> Output | Progress:
+        event = await events.get()
+        if isinstance(event, Failure):
+            raise event.error
+        return event
+
+    async def _push_up_to(self, end: int) -> None:
+        if end > self._next_block:
+            begin, self._next_block = self._next_block, end
+            await self._sender.push(begin, self._sequence.block_table[begin:end])

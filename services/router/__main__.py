@@ -1,0 +1,86 @@
+"""`twostroke router`: HTTP in, tokens out. Needs no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from services.router.app import create_app
+from services.router.config import RouterConfig
+from services.router.dispatcher import Dispatcher
+from services.router.fleet import Fleet
+from services.router.tokenizer import ChatTokenizer
+from shared.channels import Channels
+from shared.config import parse_config
+from shared.errors import ConfigError
+from shared.index.prefix_index import PrefixLookup
+from shared.index.registry import FleetWatcher
+from shared.readiness import notify_progress, notify_ready
+from shared.telemetry import configure_logging
+
+_SHUTDOWN_S = 3  # for streams that are open when the router is told to stop
+
+
+def main(argv: Sequence[str]) -> None:
+    config = parse_config(RouterConfig, argv, "twostroke router", os.environ)
+    configure_logging(config.log_level, "router")
+    listener = _listen(config.host, config.port)
+    notify_progress("loading tokenizer")
+    tokenizer = ChatTokenizer.load(config.model, config.revision, config.chat_template)
+    asyncio.run(_serve(config, tokenizer, listener))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Before anything slow, so that a port in use is known at once."""
+    try:
+        return socket.create_server((host, port), backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+async def _serve(config: RouterConfig, tokenizer: ChatTokenizer, listener: socket.socket) -> None:
+    async with _backend(config) as backend:
+        server = uvicorn.Server(_uvicorn_config(config, create_app(config, backend, tokenizer)))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        notify_progress("waiting for workers")
+        await asyncio.wait({serving, ready := asyncio.create_task(backend.wait_ready())}, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            notify_ready()
+        ready.cancel()
+        await serving
+
+
+def _uvicorn_config(config: RouterConfig, app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        ssl_certfile=config.ssl_certfile or None,
+        ssl_keyfile=config.ssl_keyfile or None,
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+        server_header=False,
+    )
+
+
+@asynccontextmanager
+async def _backend(config: RouterConfig) -> AsyncIterator[Dispatcher]:
+    channels = Channels(config)
+    prefixes = PrefixLookup(config.redis_url)
+    watcher = FleetWatcher(config.redis_url, on_change=lambda worker_id: fleet.notify_change(worker_id))
+    fleet = Fleet(watcher, prefixes, channels, always_hand_off=config.handoff == "always")
+    dispatcher = Dispatcher(fleet, config.worker_wait_s)
+    await watcher.start()
+    await dispatcher.start()
+    try:
+        yield dispatcher
+    finally:
+        await dispatcher.stop()
+        await watcher.stop()
+        await prefixes.close()
+        await channels.close()

@@ -1,0 +1,107 @@
+"""The workers as this router sees them: who is alive, who may be used, and what this router has just sent them.
+
+A worker that failed a request rests for a moment before it is preferred again, longer with each failure in a row. Resting is a
+preference, never a ban: when all who could serve are resting, they are used. A restarted worker has a new boot id and starts clean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from services.router.placement import Placement, place
+from shared.block_hash import block_hashes, hash_seed
+from shared.channels import Channels
+from shared.errors import Unavailable
+from shared.index.prefix_index import PrefixLookup
+from shared.index.registry import FleetWatcher
+from shared.request import Request
+from shared.worker_info import Role, WorkerInfo
+
+_FIRST_REST_S = 0.5
+_LONGEST_REST_S = 5.0
+
+
+class Fleet:
+    def __init__(
+        self, watcher: FleetWatcher, prefixes: PrefixLookup, channels: Channels, always_hand_off: bool = False
+    ) -> None:
+        self._watcher = watcher
+        self._prefixes = prefixes
+        self._channels = channels
+        self._always_hand_off = always_hand_off
+        self._rests: dict[str, tuple[float, float]] = {}  # boot id -> (until, length)
+        self._sent: Counter[str] = Counter()  # worker id -> requests sent since its last heartbeat
+        self._changed = asyncio.Event()
+
+    def notify_change(self, worker_id: str) -> None:
+        """A worker appeared, went, or reported its load, which now includes what was sent before."""
+        self._sent.pop(worker_id, None)
+        self._changed.set()
+
+    async def wait_for_change(self) -> None:
+        """Until a worker appears, goes, or reports."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    def live(self) -> list[WorkerInfo]:
+        return [w for w in self._watcher.workers.values() if not w.draining]
+
+    def channel(self, worker: WorkerInfo) -> Any:
+        return self._channels.get(worker.address)
+
+    async def place(self, request: Request, exclude: Collection[str], among: Collection[WorkerInfo] | None = None) -> Placement:
+        """Where the request should run. `exclude` holds boot ids. Raises Unavailable."""
+        workers = [w for w in (self.live() if among is None else among) if w.boot_id not in exclude]
+        rested = [w for w in workers if not self._is_resting(w)]
+        cached = await self._cached_blocks(request, workers)
+        try:
+            placement = self._place(request, rested, cached)
+        except Unavailable:
+            placement = self._place(request, workers, cached)
+        for worker in (placement.prefill, placement.decode):
+            if worker is not None:
+                self._sent[worker.worker_id] += 1
+        return placement
+
+    def _place(self, request: Request, workers: Collection[WorkerInfo], cached: Mapping[str, int]) -> Placement:
+        return place(
+            len(request.token_ids),
+            workers,
+            cached,
+            self._sent,
+            tie_breaker=request.request_id,
+            always_hand_off=self._always_hand_off,
+        )
+
+    def failed(self, worker: WorkerInfo) -> None:
+        _, length = self._rests.get(worker.boot_id, (0.0, _FIRST_REST_S / 2))
+        length = min(2 * length, _LONGEST_REST_S)
+        self._rests[worker.boot_id] = (time.monotonic() + length, length)
+
+    def succeeded(self, worker: WorkerInfo) -> None:
+        self._rests.pop(worker.boot_id, None)
+
+    def _is_resting(self, worker: WorkerInfo) -> bool:
+        until, _ = self._rests.get(worker.boot_id, (0.0, 0.0))
+        return time.monotonic() < until
+
+    async def _cached_blocks(self, request: Request, workers: Collection[WorkerInfo]) -> dict[str, int]:
+        """Leading blocks of the prompt that each worker holds, as far as the index knows. One lookup per kind of worker."""
+        kinds: dict[tuple[str, int], list[WorkerInfo]] = {}
+        for worker in workers:
+            kinds.setdefault((worker.digest, worker.block_size), []).append(worker)
+        cached: dict[str, int] = {}
+        for (digest, block_size), group in kinds.items():
+            hashes = block_hashes(hash_seed(digest, request.cache_salt), request.token_ids, block_size)
+            if hashes:
+                cached |= await self._prefixes.longest_prefix(group, hashes)
+        return cached
+
+
+def can_pair(prefill: WorkerInfo, decode: WorkerInfo) -> bool:
+    """Whether blocks can move from one to the other."""
+    return prefill.role is Role.PREFILL and decode.role is Role.DECODE and prefill.digest == decode.digest

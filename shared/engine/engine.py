@@ -1,0 +1,215 @@
+"""The engine loop: one thread that turns plans into tokens.
+
+    submit / reserve / commit ──> scheduler state ──schedule()──> Plan ──execute()──> samples ──update()──> events ──> listener
+                                  └──────── under the lock ───────┘     no lock       └─ under the lock ─┘
+
+The lock covers bookkeeping only, never arithmetic, so a caller waits microseconds for it while a forward pass runs. An idle engine
+sleeps on the condition. Callers may be any threads; the listener is called on the engine's thread, after every
+step, also when the step only freed blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from shared.engine import metrics
+from shared.engine.plan import Event, Failure, Plan, Progress, SampledToken
+from shared.engine.scheduler import Scheduler
+from shared.engine.sequence import Sequence as EngineSequence
+from shared.errors import Internal, Unavailable
+from shared.request import Output, Request
+from shared.worker_info import Load
+
+log = logging.getLogger(__name__)
+
+# A step that fails ends its own requests. This many in a row mean that the device or the process is broken: a restart is better.
+_MAX_CONSECUTIVE_FAILURES = 3
+_EXIT_CODE = 70
+
+Listener = Callable[[Sequence[Event]], None]
+
+
+class Runner(Protocol):
+    """What executes a plan: `shared.engine.runner.ModelRunner`, or a fake."""
+
+    def execute(self, plan: Plan) -> Sequence[Sequence[SampledToken]]:
+        """Per scheduled sequence, its `num_samples` tokens."""
+
+
+class Engine:
+    def __init__(self, runner: Runner, scheduler: Scheduler, listener: Listener) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._listener = listener
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._num_steps = 0
+        self._num_failures = 0
+        self._prefill_rate = _PrefillRate()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the loop after the current step. Requests still in it get no further events."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    # Requests
+
+    def submit(self, request: Request, hold: bool = False) -> EngineSequence:
+        """Queues a request. With `hold` it stops after its first token and keeps its blocks until `release` or `abort`."""
+        sequence = EngineSequence(request, hold=hold)
+        with self._wake:
+            if self._stopping:
+                raise Unavailable("this worker is stopping")
+            self._scheduler.add(sequence)
+            self._wake.notify()
+        return sequence
+
+    def reserve(self, request: Request) -> EngineSequence | None:
+        """Takes blocks for the whole prompt, to be filled by a prefill worker. None: no room now."""
+        with self._wake:
+            return self._scheduler.reserve(request)
+
+    def commit(self, request_id: str, first_tokens: Sequence[SampledToken]) -> list[Output]:
+        """A reservation's blocks are complete: the sequence may run. Returns its first outputs."""
+        with self._wake:
+            outputs = self._scheduler.commit(request_id, first_tokens)
+            self._wake.notify()
+        return outputs
+
+    def release(self, request_id: str) -> None:
+        """A held sequence's blocks have been shipped."""
+        with self._wake:
+            self._scheduler.release(request_id)
+            self._wake.notify()
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request in whatever state it is. Idempotent; True if it was alive."""
+        with self._wake:
+            alive = self._scheduler.abort(request_id)
+            self._wake.notify()
+        return alive
+
+    # What others want to know
+
+    def load(self) -> Load:
+        with self._wake:
+            scheduler = self._scheduler
+            return Load(
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                num_waiting_tokens=scheduler.num_waiting_tokens,
+                num_free_blocks=scheduler.blocks.num_free_blocks,
+                num_steps=self._num_steps,
+                prefill_tokens_per_s=self._prefill_rate.tokens_per_s,
+            )
+
+    def num_reserved_and_held(self) -> tuple[int, int]:
+        with self._wake:
+            return self._scheduler.num_reserved, self._scheduler.num_held
+
+    def drain_events(self) -> tuple[list[bytes], list[bytes]]:
+        """Hashes of blocks (stored, removed) since the last call: feeds the prefix index."""
+        with self._wake:
+            return self._scheduler.blocks.drain_events()
+
+    def cached_hashes(self) -> list[bytes]:
+        with self._wake:
+            return self._scheduler.blocks.cached_hashes()
+
+    def check(self) -> None:
+        """Recounts every block. Raises AssertionError."""
+        with self._wake:
+            self._scheduler.check()
+
+    # The loop
+
+    def _run(self) -> None:
+        try:
+            while self._step():
+                pass
+        except BaseException:
+            # Bookkeeping is broken, so nothing this process says can be trusted. The router continues its requests elsewhere.
+            log.critical("engine loop failed", exc_info=True)
+            os._exit(_EXIT_CODE)
+
+    def _step(self) -> bool:
+        with self._wake:
+            while not self._stopping and not self._scheduler.has_work:
+                self._wake.wait()
+            if self._stopping:
+                return False
+            begin = time.perf_counter()
+            plan = self._scheduler.schedule()
+        if not plan.scheduled:
+            self._wait_for_change()
+            return True
+        self._announce_first_chunks(plan)
+        started = time.perf_counter()
+        try:
+            samples = self._runner.execute(plan)
+        except Exception as error:
+            self._fail(plan, error)
+            return True
+        executed = time.perf_counter()
+        with self._wake:
+            events = self._scheduler.update(plan, samples)
+            self._num_steps += 1
+        self._num_failures = 0
+        self._listener(events)
+        self._prefill_rate.observe(plan, executed - started)
+        metrics.observe_step(plan, executed - started, time.perf_counter() - begin)
+        return True
+
+    def _wait_for_change(self) -> None:
+        """Work exists but none of it can run now (blocks are reserved or held): only a caller can change that."""
+        with self._wake:
+            if not self._stopping:
+                self._wake.wait(timeout=1.0)
+
+    def _announce_first_chunks(self, plan: Plan) -> None:
+        """Tells who ships a prompt that it is being computed now, so that opening the transfer overlaps the first chunk."""
+        first = [
+            Progress(s.sequence.id, s.start) for s in plan.scheduled if s.sequence.hold and s.start == s.sequence.num_cached_tokens
+        ]
+        if first:
+            self._listener(first)
+
+    def _fail(self, plan: Plan, error: Exception) -> None:
+        log.error("step of %d sequences failed", len(plan.scheduled), exc_info=error)
+        self._num_failures += 1
+        metrics.step_failures.inc()
+        if self._num_failures >= _MAX_CONSECUTIVE_FAILURES:
+            log.critical("%d steps failed in a row; exiting", self._num_failures)
+            os._exit(_EXIT_CODE)
+        failure = Internal(f"an engine step failed: {type(error).__name__}")
+        ids = list(dict.fromkeys(s.sequence.id for s in plan.scheduled))
+        with self._wake:
+            for request_id in ids:
+                self._scheduler.abort(request_id)
+            self._scheduler.discard(plan)
+        self._listener([Failure(request_id, failure) for request_id in ids])
+
+
+class _PrefillRate:
+    """How fast this worker computes prompts, learned from steps that are mostly prompt."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        prompt = sum(s.num_tokens for s in plan.scheduled if s.num_tokens > 1)
+        if prompt < 64 or prompt < 0.8 * plan.num_tokens:
+            return
+        rate = prompt / seconds
+        self.tokens_per_s = rate if self.tokens_per_s == 0.0 else 0.8 * self.tokens_per_s + 0.2 * rate

@@ -1,0 +1,29 @@
+"""What an engine step tells Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from shared.engine.plan import Plan
+from shared.telemetry import LATENCY_BUCKETS_S
+
+step_seconds = Histogram("twostroke_step_seconds", "Whole engine steps", buckets=LATENCY_BUCKETS_S)
+step_overhead_seconds = Histogram(
+    "twostroke_step_overhead_seconds",
+    "Engine steps less the model's execution",
+    buckets=(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05),
+)
+step_failures = Counter("twostroke_step_failures_total", "Engine steps that raised")
+scheduled_tokens = Counter("twostroke_scheduled_tokens_total", "Tokens computed, by kind", ["kind"])
+preemptions = Counter("twostroke_preemptions_total", "Sequences whose blocks were taken for older ones")
+running = Gauge("twostroke_running_sequences", "Sequences that hold a seat")
+waiting = Gauge("twostroke_waiting_sequences", "Sequences in the queue")
+kv_usage = Gauge("twostroke_kv_usage_ratio", "Share of KV blocks that live sequences refer to")
+
+
+def observe_step(plan: Plan, execute_s: float, total_s: float) -> None:
+    step_seconds.observe(total_s)
+    step_overhead_seconds.observe(max(0.0, total_s - execute_s))
+    decodes = sum(1 for s in plan.scheduled if s.num_tokens == 1)
+    scheduled_tokens.labels("decode").inc(decodes)
+    scheduled_tokens.labels("prefill").inc(plan.num_tokens - decodes)

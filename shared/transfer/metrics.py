@@ -1,0 +1,14 @@
+"""What the handoff tells Prometheus, on both sides."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Histogram
+
+from shared.telemetry import LATENCY_BUCKETS_S
+
+transferred_bytes = Counter("twostroke_transfer_bytes_total", "KV bytes moved between workers", ["direction", "transport"])
+transfer_seconds = Histogram(
+    "twostroke_transfer_seconds", "From the end of the prompt's computation to the acknowledged commit", buckets=LATENCY_BUCKETS_S
+)
+transfers = Counter("twostroke_transfers_total", "Transfers by how they ended, at the receiver", ["result"])
+refused = Counter("twostroke_transfer_refusals_total", "Messages of transfers that the receiver refused", ["cause"])

@@ -1,0 +1,170 @@
+"""A worker process of any role, from its options to its last stream.
+
+    load the model ─> start the engine ─> serve gRPC ─> register ─> ready
+    SIGTERM ─> draining (registered as such, no new requests) ─> streams end, or the time is up ─> deregister ─> stop
+
+What a role adds is the list of services it puts in front of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shared.channels import Channels
+from shared.engine.blocks import BlockManager
+from shared.engine.engine import Engine
+from shared.engine.plan import Event
+from shared.engine.runner import ModelRunner, load_runner
+from shared.engine.scheduler import Scheduler
+from shared.errors import InvalidRequest
+from shared.grpc_serving import Server
+from shared.index.registry import Registration
+from shared.readiness import notify_progress, notify_ready
+from shared.request import Request
+from shared.rpc import control_pb2, control_pb2_grpc
+from shared.streams import Streams
+from shared.telemetry import configure_logging, serve_metrics
+from shared.worker_config import WorkerConfig
+from shared.worker_info import Role, WorkerInfo
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One gRPC service: the generated registration function, the servicer, and its full name."""
+
+    register: Callable[[Any, Any], None]
+    servicer: object
+    name: str
+
+
+class Worker:
+    """Who this process is, and the parts its services share."""
+
+    def __init__(self, config: WorkerConfig, role: Role, runner: ModelRunner) -> None:
+        self.config = config
+        self.role = role
+        self.boot_id = secrets.token_hex(8)
+        self.pool = runner.pool
+        self.geometry = runner.pool.geometry
+        self.is_draining = False
+        self.channels = Channels(config)
+        self.streams: Streams[Event] = Streams(asyncio.get_running_loop())
+        self.engine = Engine(runner, _scheduler(config, role, runner), self.streams.post)
+        self._runner = runner
+        self._address = ""
+
+    def listens_on(self, port: int) -> None:
+        self._address = self.config.advertise or f"{self.config.host}:{port}"
+
+    def check_tokens(self, request: Request) -> None:
+        """Raises InvalidRequest for ids outside the vocabulary: they would read past the embedding."""
+        limit = self._runner.vocab_size
+        bad = next((t for t in request.token_ids if t >= limit), None)
+        if bad is not None:
+            raise InvalidRequest(f"token id {bad} is outside the vocabulary of {limit}", param="prompt")
+
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(
+            worker_id=self.config.worker_id or f"{self.role.value}@{self._address}",
+            boot_id=self.boot_id,
+            role=self.role,
+            address=self._address,
+            model=self.config.model_name,
+            digest=self.geometry.digest,
+            block_size=self.geometry.block_size,
+            num_blocks=self.pool.num_blocks,
+            max_model_len=self._runner.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            draining=self.is_draining,
+            load=self.engine.load(),
+        )
+
+
+def _scheduler(config: WorkerConfig, role: Role, runner: ModelRunner) -> Scheduler:
+    blocks = BlockManager(runner.pool.num_blocks, runner.pool.geometry.block_size, config.enable_prefix_caching)
+    return Scheduler(
+        blocks,
+        digest=runner.pool.geometry.digest,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or (2048 if role is Role.PREFILL else 512),
+        max_model_len=runner.max_model_len,
+    )
+
+
+class _StatusService(control_pb2_grpc.WorkerServicer):
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Any) -> control_pb2.WorkerStatus:
+        info = self._worker.info()
+        num_reserved, num_held = self._worker.engine.num_reserved_and_held()
+        return control_pb2.WorkerStatus(
+            worker_id=info.worker_id,
+            boot_id=info.boot_id,
+            role=info.role.value,
+            model=info.model,
+            digest=info.digest,
+            block_size=info.block_size,
+            max_model_len=info.max_model_len,
+            num_blocks=info.num_blocks,
+            num_free_blocks=info.load.num_free_blocks,
+            num_running=info.load.num_running,
+            num_waiting=info.load.num_waiting,
+            num_reservations=num_reserved,
+            num_held=num_held,
+            draining=info.draining,
+            num_steps=info.load.num_steps,
+        )
+
+
+def run_worker(config: WorkerConfig, role: Role, services: Callable[[Worker], Sequence[Service]]) -> None:
+    """Runs until SIGTERM or SIGINT. Raises ConfigError for what an operator can mend."""
+    configure_logging(config.log_level, config.worker_id or role.value)
+    notify_progress(f"loading {config.model_name}")
+    runner = load_runner(config, role)
+    asyncio.run(_serve(config, role, runner, services))
+
+
+async def _serve(config: WorkerConfig, role: Role, runner: ModelRunner, services: Callable[[Worker], Sequence[Service]]) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    worker = Worker(config, role, runner)
+    server = Server(config)
+    for service in services(worker):
+        server.add(service.register, service.servicer, service.name)
+    server.add(control_pb2_grpc.add_WorkerServicer_to_server, _StatusService(worker), "twostroke.v1.Worker")
+    port = await server.start(config.host, config.port)
+    worker.listens_on(port)
+    if config.metrics_port is not None:
+        serve_metrics(config.host, config.metrics_port)
+    worker.engine.start()
+    registration = Registration(config.redis_url, worker.info, worker.engine)
+    await registration.start()
+    await server.set_serving(True)
+    log.info(
+        "serving %s on port %d: %d blocks of %d tokens", config.model_name, port, worker.pool.num_blocks, worker.geometry.block_size
+    )
+    notify_ready()
+
+    await stop.wait()
+    worker.is_draining = True
+    await server.set_serving(False)
+    await registration.publish()
+    try:
+        async with asyncio.timeout(config.drain_timeout_s):
+            await worker.streams.wait_idle()
+    except TimeoutError:
+        log.warning("drain time is up; the router continues the remaining requests elsewhere")
+    await registration.stop()
+    await server.stop(grace_s=0.5)
+    await worker.channels.close()
+    worker.engine.stop()

@@ -1,0 +1,235 @@
+"""The handoff over real gRPC: what arrives is what was computed, and whatever goes wrong, both sides return to baseline."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import xxhash
+
+from shared.errors import CorruptTransfer, IncompatiblePeer, InvalidRequest, Overloaded, StaleTransfer
+from shared.rpc import kv_pb2
+from shared.transfer.receiver import Receiver
+from shared.worker_info import Role
+from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
+from tests.support.eventually import eventually
+from tests.support.fake_runner import GEOMETRY, expected_tokens
+
+
+async def settle(made: Cluster) -> None:
+    """Waits until every stream has been closed by its server."""
+    async with asyncio.timeout(5):
+        for worker in made.workers:
+            await worker.worker.streams.wait_idle()
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 200])
+async def test_handed_over_prompt_continues_with_the_right_tokens(length: int) -> None:
+    async with cluster() as made:
+        prefill = await made.add(Role.PREFILL)
+        await made.add(Role.DECODE)
+        asked = request(prompt_of(length))
+        tokens = await made.run(asked)
+        assert tokens[0] == expected_tokens(asked.token_ids, 8)
+        assert prefill.runner.num_steps > 0
+        await settle(made)
+        for worker in made.workers:
+            worker.check_baseline()
+
+
+async def test_n_outputs_share_one_prompt_and_differ_by_seed() -> None:
+    async with cluster() as made:
+        await made.add(Role.PREFILL)
+        await made.add(Role.DECODE)
+        asked = request(prompt_of(40), n=3, seed=5)
+        tokens = await made.run(asked)
+        assert tokens == {c: expected_tokens(asked.token_ids, 8, seed=5, choice=c) for c in range(3)}
+        await settle(made)
+        for worker in made.workers:
+            worker.check_baseline()
+
+
+async def test_second_request_with_the_same_prefix_ships_only_new_blocks() -> None:
+    async with cluster() as made:
+        await made.add(Role.PREFILL)
+        await made.add(Role.DECODE)
+        shared = prompt_of(64)
+        await made.run(request([*shared, 1]))
+        asked = request([*shared, 2, 3])
+        outputs = [o async for o in made.dispatcher.generate(asked, 20)]
+        assert outputs[0].num_cached_tokens == 64
+        assert [t.token_id for o in outputs for t in o.tokens] == expected_tokens(asked.token_ids, 8)
+
+
+async def test_request_that_ends_at_its_first_token_finishes_without_decoding() -> None:
+    async with cluster() as made:
+        await made.add(Role.PREFILL)
+        decode = await made.add(Role.DECODE)
+        asked = request(prompt_of(20), max_tokens=1)
+        assert (await made.run(asked))[0] == expected_tokens(asked.token_ids, 1)
+        assert decode.runner.num_steps == 0
+
+
+async def test_client_that_leaves_during_prefill_frees_both_sides() -> None:
+    async with cluster() as made:
+        prefill = await made.add(Role.PREFILL)
+        await made.add(Role.DECODE)
+        prefill.runner.gate.clear()
+        generation = made.dispatcher.generate(request(prompt_of(100)), 20)
+        first = asyncio.ensure_future(anext(generation))
+        await eventually(lambda: prefill.worker.engine.load().num_running == 1)
+        await generation.aclose()
+        first.cancel()
+        prefill.runner.gate.set()
+        await settle(made)
+        await eventually(prefill.is_idle)
+        for worker in made.workers:
+            worker.check_baseline()
+
+
+async def test_full_decode_pool_makes_the_transfer_wait_and_nobody_loses() -> None:
+    async with cluster() as made:
+        await made.add(Role.PREFILL, 200)
+        await made.add(Role.DECODE, 20)
+        asked = [request(prompt_of(100, start), max_tokens=20) for start in range(6)]
+        results = await asyncio.gather(*[made.run(r) for r in asked])
+        for r, tokens in zip(asked, results, strict=True):
+            assert tokens[0] == expected_tokens(r.token_ids, 20)
+        await settle(made)
+        for worker in made.workers:
+            worker.check_baseline()
+
+
+class TestReceiver:
+    """Messages that a confused or late sender might send."""
+
+    BOOT = "boot"
+
+    async def make(self, num_blocks: int = 16, lease_s: float = 5.0) -> tuple[FakeWorker, Receiver]:
+        worker = FakeWorker(Role.DECODE, num_blocks)
+        worker.worker.engine.start()
+        receiver = Receiver(worker.worker.engine, worker.runner.pool, GEOMETRY, self.BOOT, lease_s, worker.worker.streams.deliver)
+        return worker, receiver
+
+    def key(self, attempt: int = 0, boot: str = BOOT, transfer: bytes = b"t" * 16) -> kv_pb2.TransferKey:
+        return kv_pb2.TransferKey(transfer_id=transfer, attempt=attempt, boot_id=boot)
+
+    def geometry(self, **changes: object) -> kv_pb2.KvGeometry:
+        fields: dict[str, object] = {
+            "digest": GEOMETRY.digest, "num_layers": 2, "num_kv_heads": 2, "head_dim": 4, "block_size": 16, "kv_dtype": "float32",
+        }  # fmt: skip
+        return kv_pb2.KvGeometry(**(fields | changes))  # type: ignore[arg-type]
+
+    def chunk(self, number: int, first: int, count: int = 1, **changes: object) -> kv_pb2.Chunk:
+        data = bytes(GEOMETRY.block_bytes * count)
+        fields: dict[str, object] = {
+            "sequence_number": number, "first_block": first, "num_blocks": count, "num_layers": 2, "num_heads": 2,
+            "checksum": xxhash.xxh3_64_intdigest(data), "data": data,
+        }  # fmt: skip
+        return kv_pb2.Chunk(**(fields | changes))  # type: ignore[arg-type]
+
+    async def test_open_for_a_transfer_nobody_expects_is_stale(self) -> None:
+        worker, receiver = await self.make()
+        with pytest.raises(StaleTransfer):
+            await receiver.open(self.key(), self.geometry(), 2, 1)
+        await worker.stop()
+
+    @pytest.mark.parametrize("change", [{"num_layers": 3}, {"block_size": 32}, {"kv_dtype": "float16"}, {"digest": "0"}])
+    async def test_incompatible_geometry_is_refused_and_named(self, change: dict[str, object]) -> None:
+        worker, receiver = await self.make()
+        receiver.expect(b"t" * 16, request(prompt_of(32)))
+        with pytest.raises(IncompatiblePeer, match=next(iter(change))):
+            await receiver.open(self.key(), self.geometry(**change), 2, 1)
+        await worker.stop()
+
+    async def test_wrong_block_count_is_refused(self) -> None:
+        worker, receiver = await self.make()
+        receiver.expect(b"t" * 16, request(prompt_of(32)))
+        with pytest.raises(InvalidRequest, match="num_blocks"):
+            await receiver.open(self.key(), self.geometry(), 3, 1)
+        await worker.stop()
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"checksum": 1}, {"sequence_number": 1}, {"first_block": 2}, {"num_blocks": 2}, {"data": b"short"}, {"num_heads": 3}],
+    )
+    async def test_damaged_chunk_ends_the_attempt_and_frees_its_blocks(self, change: dict[str, object]) -> None:
+        worker, receiver = await self.make()
+        receiver.expect(b"t" * 16, request(prompt_of(32)))
+        await receiver.open(self.key(), self.geometry(), 2, 1)
+        if "data" in change:
+            change["checksum"] = xxhash.xxh3_64_intdigest(b"short")
+        with pytest.raises(CorruptTransfer):
+            receiver.apply(self.key(), self.chunk(0, 0, **change))
+        worker.check_baseline()
+        with pytest.raises(StaleTransfer):
+            receiver.apply(self.key(), self.chunk(0, 0))
+        await worker.stop()
+
+    async def test_repeated_chunk_is_refused(self) -> None:
+        worker, receiver = await self.make()
+        receiver.expect(b"t" * 16, request(prompt_of(32)))
+        await receiver.open(self.key(), self.geometry(), 2, 1)
+        receiver.apply(self.key(), self.chunk(0, 0))
+        with pytest.raises(CorruptTransfer):
+            receiver.apply(self.key(), self.chunk(0, 0))
+        worker.check_baseline()
+        await worker.stop()
+
+    async def test_commit_before_all_blocks_have_come_is_refused(self) -> None:
+        worker, receiver = await self.make()
+        receiver.expect(b"t" * 16, request(prompt_of(32)))
+        await receiver.open(self.key(), self.geometry(), 2, 1)
+        receiver.apply(self.key(), self.chunk(0, 0))
+        with pytest.raises(CorruptTransfer, match="missing"):
+            receiver.commit(self.key(), kv_pb2.Commit(num_chunks=1, num_blocks=1), [])
+        worker.check_baseline()
+        await worker.stop()
+
+    async def test_new_attempt_takes_over_and_the_old_one_is_stale(self) -> None:
+        worker, receiver = await self.make()
+        receiver.expect(b"t" * 16, request(prompt_of(32)))
+        await receiver.open(self.key(0), self.geometry(), 2, 1)
+        receiver.apply(self.key(0), self.chunk(0, 0))
+        await receiver.open(self.key(1), self.geometry(), 2, 1)
+        with pytest.raises(StaleTransfer):
+            receiver.apply(self.key(0), self.chunk(1, 1))
+        with pytest.raises(StaleTransfer):
+            await receiver.open(self.key(0), self.geometry(), 2, 1)
+        receiver.apply(self.key(1), self.chunk(0, 0, 2))
+        assert receiver.abort(self.key(0)) is False
+        assert receiver.abort(self.key(1)) is True
+        assert receiver.abort(self.key(1)) is False
+        worker.check_baseline()
+        await worker.stop()
+
+    async def test_message_for_an_earlier_boot_is_stale(self) -> None:
+        worker, receiver = await self.make()
+        receiver.expect(b"t" * 16, request(prompt_of(32)))
+        with pytest.raises(StaleTransfer, match="boot"):
+            await receiver.open(self.key(boot="older"), self.geometry(), 2, 1)
+        await worker.stop()
+
+    async def test_lease_without_progress_expires_and_commit_is_refused(self) -> None:
+        worker, receiver = await self.make(lease_s=0.05)
+        receiver.expect(b"t" * 16, request(prompt_of(16)))
+        await receiver.open(self.key(), self.geometry(), 1, 1)
+        receiver.apply(self.key(), self.chunk(0, 0))
+        await eventually(lambda: worker.worker.engine.num_reserved_and_held() == (0, 0))
+        with pytest.raises(StaleTransfer):
+            receiver.commit(self.key(), kv_pb2.Commit(num_chunks=1, num_blocks=1), [])
+        worker.check_baseline()
+        await worker.stop()
+
+    async def test_no_room_within_the_deadline_is_overloaded(self) -> None:
+        worker, receiver = await self.make(num_blocks=7)
+        receiver.expect(b"t" * 16, request(prompt_of(64)))
+        receiver.expect(b"u" * 16, request(prompt_of(64, 1)))
+        await receiver.open(self.key(), self.geometry(), 4, 1)
+        with pytest.raises(Overloaded):
+            await receiver.open(self.key(transfer=b"u" * 16), self.geometry(), 4, 0.05)
+        receiver.forget(b"t" * 16)
+        await receiver.open(self.key(transfer=b"u" * 16), self.geometry(), 4, 1)
+        receiver.forget(b"u" * 16)
+        worker.check_baseline()
+        await worker.stop()
