@@ -16,6 +16,7 @@ from services.router.config import RouterConfig
 from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet
 from services.router.tokenizer import ChatTokenizer
+from services.router.torch_free import forbid_torch
 from shared.channels import Channels
 from shared.config import parse_config
 from shared.errors import ConfigError
@@ -28,6 +29,7 @@ _SHUTDOWN_S = 3  # for streams that are open when the router is told to stop
 
 
 def main(argv: Sequence[str]) -> None:
+    forbid_torch()
     config = parse_config(RouterConfig, argv, "twostroke router", os.environ)
     configure_logging(config.log_level, "router")
     listener = _listen(config.host, config.port)

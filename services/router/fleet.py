@@ -26,9 +26,7 @@ _LONGEST_REST_S = 5.0
 
 
 class Fleet:
-    def __init__(
-        self, watcher: FleetWatcher, prefixes: PrefixLookup, channels: Channels, always_hand_off: bool = False
-    ) -> None:
+    def __init__(self, watcher: FleetWatcher, prefixes: PrefixLookup, channels: Channels, always_hand_off: bool = False) -> None:
         self._watcher = watcher
         self._prefixes = prefixes
         self._channels = channels

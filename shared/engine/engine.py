@@ -123,10 +123,6 @@ class Engine:
         with self._wake:
             return self._scheduler.blocks.drain_events()
 
-    def cached_hashes(self) -> list[bytes]:
-        with self._wake:
-            return self._scheduler.blocks.cached_hashes()
-
     def check(self) -> None:
         """Recounts every block. Raises AssertionError."""
         with self._wake:

@@ -1,0 +1,54 @@
+"""The router's HTTP front end: OpenAI's API on one side, a `Backend` on the other.
+
+request ──> Measure ──> CheckKey ──> BoundConcurrency ──> endpoint ──> Run ──> Backend.generate
+response <── SSE or JSON <── Writer <── pieces of text <── Choice per output <── Output events
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from services.router.backend import Backend
+from services.router.chat import ChatCompletions
+from services.router.completions import Completions
+from services.router.config import RouterConfig
+from services.router.errors import install_error_handlers
+from services.router.frontend import Frontend
+from services.router.middleware import BoundConcurrency, CheckKey, Measure
+from services.router.models import Models
+from services.router.probes import Probes
+from services.router.tokenizer import ChatTokenizer
+from services.router.tokens import Tokens
+
+PROBE_PATHS = ("/health", "/ready", "/metrics")
+GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
+OTHER_PATHS = ("/v1/models", "/tokenize", "/detokenize")
+
+
+def create_app(settings: RouterConfig, backend: Backend, tokenizer: ChatTokenizer) -> FastAPI:
+    app = FastAPI(title="Twostroke", openapi_url=None, redirect_slashes=False)
+    _add_routes(app, Frontend(settings, backend, tokenizer))
+    install_error_handlers(app)
+    # The one added last is outermost.
+    app.add_middleware(BoundConcurrency, paths=GENERATION_PATHS, limit=settings.max_concurrent_requests)
+    app.add_middleware(CheckKey, keys=settings.api_keys, open_paths=PROBE_PATHS)
+    app.add_middleware(Measure, known_paths=(*PROBE_PATHS, *GENERATION_PATHS, *OTHER_PATHS))
+    return app
+
+
+def _add_routes(app: FastAPI, frontend: Frontend) -> None:
+    completions, chat = Completions(frontend), ChatCompletions(frontend)
+    models, tokens, probes = Models(frontend), Tokens(frontend), Probes(frontend.backend)
+    routes = (
+        ("POST", "/v1/completions", completions.create),
+        ("POST", "/v1/chat/completions", chat.create),
+        ("GET", "/v1/models", models.index),
+        ("GET", "/v1/models/{model_id:path}", models.show),
+        ("POST", "/tokenize", tokens.tokenize),
+        ("POST", "/detokenize", tokens.detokenize),
+        ("GET", "/health", probes.health),
+        ("GET", "/ready", probes.ready),
+        ("GET", "/metrics", probes.metrics),
+    )
+    for method, path, endpoint in routes:
+        app.add_api_route(path, endpoint, methods=[method], response_model=None)

@@ -1,0 +1,33 @@
+"""The seam inside the router: HTTP on one side, workers on the other. Everything the front end asks of the fleet is here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from shared.request import Output, Request
+
+
+class Generation(Protocol):
+    """The outputs of all choices of one request: per choice in order, every token index exactly once.
+
+    Iterating raises TwostrokeError if the request cannot be served. A choice has ended with the Output that bears its finish
+    reason; the iterator ends after the last choice has.
+    """
+
+    def __aiter__(self) -> AsyncIterator[Output]: ...
+
+    async def aclose(self) -> None:
+        """The front end wants no more (finished, stop string found, client gone): ends both legs at once. Idempotent."""
+
+
+class Backend(Protocol):
+    def generate(self, request: Request, deadline_s: float) -> Generation:
+        """Starts no later than at the first iteration. `deadline_s` is what is left of the request's time, in seconds."""
+
+    def is_ready(self) -> str | None:
+        """None if a request would succeed now, else one line that says why not."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, in tokens, that every usable worker takes. Raises Unavailable if there is none."""

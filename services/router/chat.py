@@ -1,0 +1,77 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Request, Response
+
+from services.router.choice import Piece, ShownToken
+from services.router.frontend import Frontend, new_id
+from services.router.logprobs import LogprobWriter
+from services.router.messages import for_template
+from services.router.schemas import ChatBody
+from shared.request import FinishReason
+
+
+class ChatCompletions:
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def create(self, http: Request) -> Response:
+        arrived_s = time.perf_counter()
+        body = await self._frontend.read(http, ChatBody)
+        self._frontend.check_model(body.model)
+        tokenizer = self._frontend.tokenizer
+        text = tokenizer.render_chat(for_template(body.messages), body.add_generation_prompt, body.chat_template_kwargs)
+        prompts = await tokenizer.encode([text], add_special_tokens=False)
+        request_id = new_id("chatcmpl")
+        run = self._frontend.start(
+            request_id,
+            body,
+            prompts,
+            max_tokens=body.max_output_tokens,
+            default_max_tokens=None,
+            num_logprobs=body.num_logprobs,
+            prompt_param="messages",
+            arrived_s=arrived_s,
+        )
+        logprobs = LogprobWriter(tokenizer) if body.logprobs else None
+        return await self._frontend.answer(http, request_id, body, run, ChatWriter(logprobs))
+
+
+class ChatWriter:
+    chunk_object = "chat.completion.chunk"
+    object = "chat.completion"
+
+    def __init__(self, logprobs: LogprobWriter | None) -> None:
+        self._logprobs = logprobs
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return _delta(index, {"role": "assistant", "content": ""}, None, None)
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """Text, then, in a chunk of its own, the end."""
+        chunks = []
+        if piece.text or piece.tokens:
+            chunks.append(_delta(piece.choice, {"content": piece.text}, self._logprobs_of(piece.tokens), None))
+        if piece.finish_reason is not None:
+            chunks.append(_delta(piece.choice, {}, None, piece.finish_reason))
+        return chunks
+
+    def whole(self, index: int, text: str, tokens: list[ShownToken], reason: FinishReason) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": self._logprobs_of(tokens),
+            "finish_reason": reason.value,
+        }
+
+    def _logprobs_of(self, tokens: Sequence[ShownToken]) -> dict[str, Any] | None:
+        return self._logprobs.for_chat(tokens) if self._logprobs is not None else None
+
+
+def _delta(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: FinishReason | None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason.value if reason is not None else None}

@@ -1,0 +1,76 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Request, Response
+
+from services.router.choice import Piece, ShownToken
+from services.router.frontend import Frontend, new_id
+from services.router.logprobs import LogprobWriter
+from services.router.prompts import read_prompts
+from services.router.schemas import CompletionBody
+from shared.errors import InvalidRequest
+from shared.request import FinishReason
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class Completions:
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def create(self, http: Request) -> Response:
+        arrived_s = time.perf_counter()
+        body = await self._frontend.read(http, CompletionBody)
+        self._frontend.check_model(body.model)
+        if body.echo and body.logprobs is not None:
+            raise InvalidRequest("echo is true; this server does not support it together with logprobs", param="echo")
+        tokenizer = self._frontend.tokenizer
+        prompts = await read_prompts(body.prompt, tokenizer)
+        request_id = new_id("cmpl")
+        run = self._frontend.start(
+            request_id,
+            body,
+            [prompt.token_ids for prompt in prompts],
+            max_tokens=body.max_tokens,
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            num_logprobs=body.logprobs,
+            prompt_param="prompt",
+            arrived_s=arrived_s,
+        )
+        echoes = [prompt.as_text(tokenizer) for prompt in prompts for _ in range(body.n)] if body.echo else None
+        logprobs = LogprobWriter(tokenizer) if body.logprobs is not None else None
+        return await self._frontend.answer(http, request_id, body, run, CompletionWriter(logprobs, echoes))
+
+
+class CompletionWriter:
+    chunk_object = "text_completion"
+    object = "text_completion"
+
+    def __init__(self, logprobs: LogprobWriter | None, echoes: Sequence[str] | None) -> None:
+        """`echoes`: per choice, the prompt's text that goes ahead of the output."""
+        self._logprobs = logprobs
+        self._echoes = echoes
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return self._choice(index, self._echoes[index], (), None) if self._echoes is not None else None
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        if piece.text or piece.tokens or piece.finish_reason:
+            return [self._choice(piece.choice, piece.text, piece.tokens, piece.finish_reason)]
+        return []
+
+    def whole(self, index: int, text: str, tokens: list[ShownToken], reason: FinishReason) -> dict[str, Any]:
+        return self._choice(index, self._echoes[index] + text if self._echoes is not None else text, tokens, reason)
+
+    def _choice(self, index: int, text: str, tokens: Sequence[ShownToken], reason: FinishReason | None) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs.for_completion(tokens) if self._logprobs is not None else None,
+            "finish_reason": reason.value if reason is not None else None,
+        }

@@ -1,0 +1,53 @@
+"""The options of a router process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.config import option, size_bytes
+from shared.worker_config import TlsConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig(TlsConfig):
+    """A Twostroke router: OpenAI-compatible HTTP in front, workers over gRPC behind."""
+
+    model: str = option("", "folder with the model's tokenizer, or a hub id")
+    served_model_name: str = option("", "name clients use; default: the last part of --model")
+    revision: str = option("", "hub revision of --model")
+    chat_template: str = option("", "file with a Jinja chat template; default: the model's own")
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "HTTP port; 0 picks a free one")
+    redis_url: str = option("redis://127.0.0.1:6379/0", "Redis or Valkey with registry and prefix index", secret=True)
+    api_key: str = option("", "keys that clients may use, comma separated; empty: no key is asked for", secret=True)
+    ssl_certfile: str = option("", "certificate chain (PEM file) for HTTPS; empty: plain HTTP")
+    ssl_keyfile: str = option("", "private key (PEM file) of --ssl-certfile")
+    request_timeout_s: float = option(600.0, "longest time one request may take")
+    worker_wait_s: float = option(60.0, "how long a request may wait while no worker can serve it, before it gets 503")
+    handoff: str = option(
+        "auto", "when prefill workers compute prompts: auto, where it pays, or always", choices=("auto", "always")
+    )
+    max_concurrent_requests: int = option(1024, "most requests being answered at once; further ones get 429")
+    max_request_bytes: int = option(4 * 1024**2, "largest request body, such as 4MiB", parse=size_bytes)
+    log_level: str = option("info", "least severe messages to log", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        super(RouterConfig, self).__post_init__()  # slots=True makes a new class: zero-argument super() would miss it
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            raise ValueError("--ssl-certfile and --ssl-keyfile go together")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"--port is {self.port}; it must be between 0 and 65535")
+        if not self.request_timeout_s > 0:
+            raise ValueError(f"--request-timeout-s is {self.request_timeout_s}; it must be above 0")
+        if self.max_concurrent_requests < 1:
+            raise ValueError(f"--max-concurrent-requests is {self.max_concurrent_requests}; it must be at least 1")
+        if self.max_request_bytes < 1:
+            raise ValueError(f"--max-request-bytes is {self.max_request_bytes}; it must be at least 1")
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        return tuple(key.strip() for key in self.api_key.split(",") if key.strip())

@@ -1,0 +1,82 @@
+"""What every endpoint works with, and the steps that those which generate share.
+
+read the body ──> [the endpoint: its prompts as token ids] ──> start a run ──> answer it, streamed or whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+from uuid import uuid4
+
+from fastapi import Request, Response
+
+from services.router import limits
+from services.router.backend import Backend
+from services.router.config import RouterConfig
+from services.router.connection import while_connected
+from services.router.json_response import json_response
+from services.router.render import Envelope, Writer, collect, stream
+from services.router.run import Run, TextOptions
+from services.router.schemas import Body, GenerationBody, parse
+from services.router.sse import EventStream
+from services.router.tokenizer import ChatTokenizer
+from shared import request as engine
+from shared.errors import InvalidRequest, NotFound
+
+B = TypeVar("B", bound=Body)
+
+
+@dataclass(frozen=True, slots=True)
+class Frontend:
+    settings: RouterConfig
+    backend: Backend
+    tokenizer: ChatTokenizer
+
+    async def read(self, http: Request, kind: type[B]) -> B:
+        return parse(kind, await limits.read_body(http, self.settings.max_request_bytes))
+
+    def check_model(self, model: str) -> None:
+        if model != self.settings.model_name:
+            raise NotFound(f"there is no model {model[:100]!r}; this server has {self.settings.model_name!r}", param="model")
+
+    def start(
+        self,
+        request_id: str,
+        body: GenerationBody,
+        prompts: Sequence[list[int]],
+        *,
+        max_tokens: int | None,
+        default_max_tokens: int | None,
+        num_logprobs: int | None,
+        prompt_param: str,
+        arrived_s: float,
+    ) -> Run:
+        """A run that begins when its pieces are asked for. `max_tokens` is what the client asked for, if it did;
+        `default_max_tokens` None: all that fits. Raises InvalidRequest."""
+        num_choices = len(prompts) * body.n
+        if num_choices > limits.MAX_CHOICES:
+            raise InvalidRequest(
+                f"n is {body.n}, which with {len(prompts)} prompts gives {num_choices} outputs; at most {limits.MAX_CHOICES} are "
+                "allowed",
+                param="n",
+            )
+        max_model_len = self.backend.max_model_len
+        requests = []
+        for i, token_ids in enumerate(prompts):
+            fitted = limits.fit_max_tokens(len(token_ids), max_tokens, default_max_tokens, max_model_len, prompt_param)
+            sampling = body.sampling(fitted, num_logprobs, self.tokenizer.eos_token_ids, self.tokenizer.vocab_size)
+            requests.append(engine.Request(f"{request_id}-{i}", token_ids, len(token_ids), sampling, body.cache_salt))
+        text = TextOptions(body.stop_strings, body.include_stop_str_in_output, body.skip_special_tokens)
+        return Run(self.backend, self.tokenizer, requests, text, arrived_s=arrived_s, timeout_s=self.settings.request_timeout_s)
+
+    async def answer(self, http: Request, request_id: str, body: GenerationBody, run: Run, writer: Writer) -> Response:
+        envelope = Envelope(request_id, self.settings.model_name)
+        if body.stream:
+            return EventStream(stream(run, writer, envelope, body.include_usage))
+        return json_response(await while_connected(http.receive, collect(run, writer, envelope)))
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid4().hex}"

@@ -1,0 +1,41 @@
+"""From the messages of a chat to the plain role and text that a chat template takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.router.schemas import Message
+from shared.errors import InvalidRequest
+
+
+def for_template(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Raises InvalidRequest, naming the message, for content that is not text."""
+    return [_one(message, f"messages[{i}].content") for i, message in enumerate(messages)]
+
+
+def _one(message: Message, where: str) -> dict[str, str]:
+    # OpenAI's newer name for the same role; most templates know only the older one.
+    role = "system" if message.role == "developer" else message.role
+    plain = {"role": role, "content": _text(message, where)}
+    return plain if message.name is None else plain | {"name": message.name}
+
+
+def _text(message: Message, where: str) -> str:
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None and message.role == "assistant":
+        return ""
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} must be a string or a list of parts of type text", param=where)
+    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind != "text":
+        raise InvalidRequest(f"{where} has type {kind[:40]!r}; this server takes parts of type text only", param=where)
+    if kind is None or not isinstance(text := part.get("text"), str):
+        raise InvalidRequest(f'{where} must be {{"type": "text", "text": "…"}}', param=where)
+    return text

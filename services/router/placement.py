@@ -1,0 +1,164 @@
+"""Where a request should run: a pure function of what is known about the workers.
+
+Costs are seconds of delay, summed over everyone whom the choice delays. Each leg has one cost function that looks at one worker:
+
+    prefill   tokens queued there + the prompt's part that is not cached there, at its measured speed, + the transfer
+    local     the same at the decode worker, with a share of the compute for each stream it holds up there, without the transfer
+    decode    slower steps in a fuller batch, and waiting for a slot or for blocks if there are none
+
+Either the decode worker computes the prompt itself (local + decode), or a prefill worker does (prefill + decode). So the handoff
+is skipped when the part of the prompt that decode lacks is so short that computing it there, disturbance included, costs less
+than the way over a prefill worker; and a prefix that is cached somewhere attracts requests until that worker's queue outweighs it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from shared.errors import Unavailable
+from shared.worker_info import Role, WorkerInfo
+
+# Assumed where nothing is measured. Only ratios matter, and the first request to a worker replaces the speed.
+DEFAULT_PREFILL_TOKENS_PER_S = 2000.0
+TRANSFER_TOKENS_PER_S = 50_000.0  # of KV, beyond what is hidden behind the compute
+HANDOFF_S = 0.005  # two calls more, and the first token comes from elsewhere
+
+# A delayed stream weighs less than a delayed first token: its reader already has something to read.
+STREAM_DELAY_WEIGHT = 0.25
+FULL_BATCH_S = 0.5  # what a full batch adds to a request's decoding, compared with an empty one
+WAIT_FOR_SLOT_S = 10.0  # until a whole batch of others has finished
+WAIT_FOR_BLOCKS_S = 10.0  # until as many blocks are free as the prompt needs, if none are
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """prefill None: decode computes the prompt itself."""
+
+    prefill: WorkerInfo | None
+    decode: WorkerInfo
+
+
+def place(
+    prompt_tokens: int,
+    workers: Collection[WorkerInfo],
+    cached_blocks: Mapping[str, int],
+    extra_load: Mapping[str, int],
+    exclude: Collection[str] = (),
+    tie_breaker: str = "",
+    always_hand_off: bool = False,
+) -> Placement:
+    """The cheapest placement. Raises Unavailable, naming what is missing.
+
+    prompt_tokens: to be computed, including output tokens that another worker already produced
+    workers: candidates, all of the requested model
+    cached_blocks: by worker id, leading blocks of the prompt that it holds; 0 where absent
+    extra_load: by worker id, requests sent there since the heartbeat that `WorkerInfo.load` comes from
+    exclude: worker ids that must not be used
+    always_hand_off: every prompt goes over a prefill worker if there is one that fits, whatever it costs
+    tie_breaker: decides between equal costs; give each router, or request, its own, so that not all choose the same worker
+    """
+    usable = [w for w in workers if not w.draining and w.worker_id not in exclude and _fits(prompt_tokens, w)]
+    decoders = [w for w in usable if w.role.can_decode]
+    if not decoders:
+        raise Unavailable(_what_is_missing(prompt_tokens, workers, exclude))
+    costs = _Costs(prompt_tokens, cached_blocks, extra_load, _typical_speed(workers))
+
+    local = [Placement(None, decode) for decode in decoders]
+    pairs: list[Placement] = []
+    for kind in {_kind(w) for w in decoders}:
+        prefills = [w for w in usable if w.role is Role.PREFILL and _kind(w) == kind]
+        if prefills:  # what a prefill worker costs does not depend on its partner, so one is best for all of its kind
+            best = min(prefills, key=lambda w: (costs.prefill(w), _lot(w, tie_breaker)))
+            pairs += [Placement(best, decode) for decode in decoders if decode.role is Role.DECODE and _kind(decode) == kind]
+    options = pairs if always_hand_off and pairs else local + pairs
+    return min(options, key=lambda o: (costs.total(o), o.prefill is not None, _lot(o.decode, tie_breaker)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """What one prompt costs on one worker, in seconds."""
+
+    prompt_tokens: int
+    cached_blocks: Mapping[str, int]
+    extra_load: Mapping[str, int]
+    typical_tokens_per_s: float
+
+    def total(self, placement: Placement) -> float:
+        decode = placement.decode
+        if placement.prefill is None:
+            return self.local(decode) + self.decode(decode)
+        return self.prefill(placement.prefill) + self.transfer(decode) + self.decode(decode)
+
+    def prefill(self, worker: WorkerInfo) -> float:
+        return self._queue_s(worker) + self._compute_s(worker)
+
+    def local(self, worker: WorkerInfo) -> float:
+        num_disturbed = worker.load.num_running
+        return self._queue_s(worker) + self._compute_s(worker) * (1 + STREAM_DELAY_WEIGHT * num_disturbed)
+
+    def transfer(self, decode: WorkerInfo) -> float:
+        return HANDOFF_S + self._uncached_tokens(decode) / TRANSFER_TOKENS_PER_S
+
+    def decode(self, worker: WorkerInfo) -> float:
+        num_others = worker.load.num_running + worker.load.num_waiting + self._num_extra(worker)
+        occupancy = num_others / worker.max_num_seqs
+        excess = max(0.0, (num_others + 1) / worker.max_num_seqs - 1)
+        needed = _num_blocks(self.prompt_tokens, worker)
+        missing = max(0, needed * (1 + self._num_extra(worker)) - worker.load.num_free_blocks)
+        return FULL_BATCH_S * occupancy + WAIT_FOR_SLOT_S * excess + WAIT_FOR_BLOCKS_S * missing / needed
+
+    def _queue_s(self, worker: WorkerInfo) -> float:
+        """Prompt tokens ahead of this one. Requests not yet reported are taken to be like this one."""
+        num_tokens = worker.load.num_waiting_tokens + self._num_extra(worker) * self._uncached_tokens(worker)
+        return num_tokens / self._tokens_per_s(worker)
+
+    def _compute_s(self, worker: WorkerInfo) -> float:
+        return self._uncached_tokens(worker) / self._tokens_per_s(worker)
+
+    def _uncached_tokens(self, worker: WorkerInfo) -> int:
+        """The last token is always computed: the first output token is sampled from it."""
+        num_cached = self.cached_blocks.get(worker.worker_id, 0) * worker.block_size
+        return max(1, self.prompt_tokens - num_cached)
+
+    def _tokens_per_s(self, worker: WorkerInfo) -> float:
+        return worker.load.prefill_tokens_per_s or self.typical_tokens_per_s
+
+    def _num_extra(self, worker: WorkerInfo) -> int:
+        return self.extra_load.get(worker.worker_id, 0)
+
+
+def _lot(worker: WorkerInfo, tie_breaker: str) -> tuple[bytes, str]:
+    """An order of the workers that is another one for each tie breaker."""
+    return blake2b(f"{tie_breaker}\0{worker.worker_id}".encode(), digest_size=8).digest(), worker.worker_id
+
+
+def _kind(worker: WorkerInfo) -> tuple[str, str]:
+    return worker.model, worker.digest
+
+
+def _num_blocks(num_tokens: int, worker: WorkerInfo) -> int:
+    return max(1, -(-num_tokens // worker.block_size))
+
+
+def _fits(prompt_tokens: int, worker: WorkerInfo) -> bool:
+    return prompt_tokens <= worker.max_model_len and _num_blocks(prompt_tokens, worker) <= worker.num_blocks
+
+
+def _typical_speed(workers: Iterable[WorkerInfo]) -> float:
+    """What to expect of a worker that has not been measured: the like of its peers."""
+    measured = [w.load.prefill_tokens_per_s for w in workers if w.load.prefill_tokens_per_s > 0]
+    return statistics.median(measured) if measured else DEFAULT_PREFILL_TOKENS_PER_S
+
+
+def _what_is_missing(prompt_tokens: int, workers: Collection[WorkerInfo], exclude: Collection[str]) -> str:
+    decoders = [w for w in workers if w.role.can_decode]
+    if not decoders:
+        return f"no decode worker is registered ({len(workers)} prefill workers are)"
+    num_draining = sum(w.draining for w in decoders)
+    num_excluded = sum(not w.draining and w.worker_id in exclude for w in decoders)
+    num_small = len(decoders) - num_draining - num_excluded
+    reasons = ((num_draining, "draining"), (num_excluded, "failing"), (num_small, f"too small for {prompt_tokens} tokens"))
+    return f"no decode worker can serve: {', '.join(f'{count} {reason}' for count, reason in reasons if count)}"

@@ -1,0 +1,28 @@
+"""GET /health, /ready and /metrics: for those who run the router."""
+
+from __future__ import annotations
+
+from fastapi import Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from services.router.backend import Backend
+from services.router.errors import error_response
+from services.router.json_response import json_response
+from shared.errors import Unavailable
+
+
+class Probes:
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def health(self, http: Request) -> Response:
+        """The process is alive. Says nothing about workers: a router without them must not be restarted."""
+        return json_response({"status": "ok"})
+
+    async def ready(self, http: Request) -> Response:
+        """A request would succeed now; if not, 503 and why."""
+        reason = self._backend.is_ready()
+        return json_response({"status": "ready"}) if reason is None else error_response(Unavailable(reason))
+
+    async def metrics(self, http: Request) -> Response:
+        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
