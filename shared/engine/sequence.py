@@ -31,7 +31,8 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)  # of the full, computed blocks at the front of the table
+    hash_seed: bytes = b""  # root of the hash chain of its blocks; the scheduler sets it
+    block_hashes: list[bytes] = field(default_factory=list)  # of leading full blocks of token_ids, as far as anyone asked
     num_cached_tokens: int = 0  # found in the prefix cache at first admission
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None

@@ -1,0 +1,60 @@
+"""Kernel bodies and the choice between them.
+
+    reference   plain torch, runs anywhere; the oracle
+    cpu         compiled C++ for CPUs
+    triton      for GPUs
+
+A body is imported only when it is chosen, so that none of them needs what another one does.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from shared.errors import ConfigError
+from shared.kernels.interface import Kernels
+
+log = logging.getLogger(__name__)
+
+
+def load_kernels(name: str, device: torch.device) -> Kernels:
+    """The body called `name` ("auto": the fastest that works on `device`). Raises ConfigError if it cannot run there."""
+    if name == "auto":
+        return _triton() if device.type == "cuda" else _cpu_or_reference()
+    if name == "reference":
+        return _reference()
+    wanted = {"cpu": "cpu", "triton": "cuda"}[name]
+    if device.type != wanted:
+        raise ConfigError(f"--kernels {name} runs on {wanted}, but the device is {device.type}; use --kernels auto")
+    try:
+        return _cpu() if name == "cpu" else _triton()
+    except ImportError as error:
+        raise ConfigError(f"--kernels {name} cannot be loaded: {error}") from None
+
+
+def _cpu_or_reference() -> Kernels:
+    try:
+        return _cpu()
+    except ImportError as error:
+        log.warning("compiled CPU kernels cannot be loaded (%s): using plain torch, several times slower per token", error)
+        return _reference()
+
+
+def _reference() -> Kernels:
+    from shared.kernels.reference import ReferenceKernels
+
+    return ReferenceKernels()
+
+
+def _cpu() -> Kernels:
+    from shared.kernels.cpu import CpuKernels
+
+    return CpuKernels()
+
+
+def _triton() -> Kernels:
+    from shared.kernels.triton import TritonKernels
+
+    return TritonKernels()

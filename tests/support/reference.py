@@ -1,7 +1,7 @@
 """transformers as the judge of greedy outputs.
 
-`generate` is the definition. For many prompts, one forward pass over prompt + output says the same much faster: if every token is the
-argmax of transformers' logits after the tokens before it, then, by induction, the output is what `generate` would have given.
+`generate` is the definition. For many prompts, one forward pass over prompt + output says the same much faster: if every token is
+the argmax of transformers' logits after the tokens before it, then, by induction, the output is what `generate` would have given.
 """
 
 from __future__ import annotations

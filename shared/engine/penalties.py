@@ -1,0 +1,78 @@
+"""What changes logits before sampling, for the rows of a step that ask for it.
+
+In this order: repetition penalty (Keskar et al. 2019, CTRL) over prompt and output; logit bias, presence and frequency penalty over
+the output, as OpenAI defines them; and a mask on stop tokens while fewer than min_tokens are out.
+
+Each kind is one list of (row, token id, value) for the whole step and one operation on the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shared.engine.sequence import Sequence as EngineSequence
+
+
+def needs_adjusting(sequence: EngineSequence) -> bool:
+    sampling = sequence.request.sampling
+    return sampling.has_penalties or bool(sampling.logit_bias) or _is_stop_masked(sequence)
+
+
+def adjust_logits(logits: Tensor, sequences: Sequence[EngineSequence]) -> None:
+    """Changes logits [N, V] float32 in place; row i belongs to sequences[i]. Biased or stop ids outside the vocabulary can never
+    be sampled and are passed over."""
+    vocab_size = logits.shape[1]
+    repeated, added, masked = _Entries(vocab_size), _Entries(vocab_size), _Entries(vocab_size)
+    for row, sequence in enumerate(sequences):
+        sampling = sequence.request.sampling
+        if sampling.repetition_penalty != 1.0:
+            repeated.add(row, np.unique(np.array(sequence.token_ids)), sampling.repetition_penalty)
+        if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
+            ids, counts = np.unique(np.array(sequence.token_ids[sequence.request.num_prompt_tokens :]), return_counts=True)
+            added.add(row, ids, -sampling.presence_penalty - sampling.frequency_penalty * counts)
+        if sampling.logit_bias:
+            added.add(row, np.array(list(sampling.logit_bias)), np.array(list(sampling.logit_bias.values())))
+        if _is_stop_masked(sequence):
+            masked.add(row, np.unique(np.array(sampling.stop_token_ids)), -np.inf)
+
+    if repeated:
+        where, penalty = repeated.tensors(logits.device)
+        score = logits[where]
+        logits[where] = torch.where(score > 0, score / penalty, score * penalty)
+    for entries in (added, masked):
+        if entries:
+            where, value = entries.tensors(logits.device)
+            logits.index_put_(where, value, accumulate=True)
+
+
+def _is_stop_masked(sequence: EngineSequence) -> bool:
+    sampling = sequence.request.sampling
+    return bool(sampling.stop_token_ids) and sequence.num_output_tokens < sampling.min_tokens
+
+
+class _Entries:
+    """Triples (row, token id, value) of a step."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._parts: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, row: int, ids: NDArray[Any], values: NDArray[Any] | float) -> None:
+        ids = ids.astype(np.int64)
+        known = (ids >= 0) & (ids < self._vocab_size)
+        ids, values = ids[known], np.broadcast_to(values, known.shape)[known]
+        self._parts.append((np.full(len(ids), row), ids, values.astype(np.float32)))
+
+    def tensors(self, device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """((rows, ids), values), flat."""
+        rows, ids, values = (torch.from_numpy(np.concatenate(column)).to(device) for column in zip(*self._parts, strict=True))
+        return (rows, ids), values

@@ -1,0 +1,371 @@
+"""Which tokens the next step computes. Pure: state in, plan out; no clock, no thread, no torch. The engine's lock protects it.
+
+    add ──────> WAITING ──admit──> RUNNING ──finish──> FINISHED
+                   ^───preempt────────┘ ^ └─(hold)─> HELD ──release──> FINISHED
+    reserve ──> RESERVED ─────commit────┘                              abort: from anywhere to FINISHED
+
+There is no prefill step and no decode step. A step has one budget of tokens; `schedule` spends it in this order:
+
+1. one token for every running sequence that lacks only one ("decodes"): a stream never waits for somebody's prompt. If blocks run
+   out, the newest sequence gives up its own and queues again, at the head; its tokens are recomputed later, not emitted again;
+2. chunks for running sequences that lack more, oldest first;
+3. newcomers, strictly in order: the head of the queue is never overtaken.
+
+Running sequences are in order of admission, and the first `max_num_seqs` seats of them take part in a step. A committed reservation
+already holds its blocks, so it is running at once, if need be without a seat: it gets the next one, before anything that waits.
+
+Why there is always progress: one sequence of the greatest length fits the pool (checked at construction), and only the newest
+is preempted. So the oldest running sequence keeps its blocks and advances in every step until it ends, and then the next one is
+the oldest. Blocks that are held or reserved are the exception: they come back when their transfer ends or its deadline passes,
+which is their owner's duty. No reservation takes what the head of the queue needs, so what comes back goes there.
+
+Between `schedule` and `update` every other method may be called. Blocks of the plan in flight are freed by `update`, not before.
+"""
+
+from __future__ import annotations
+
+from collections import abc, deque
+from collections.abc import Iterator
+
+from shared.block_hash import hash_seed
+from shared.engine.blocks import BlockManager
+from shared.engine.plan import Event, Plan, Progress, SampledToken, ScheduledSequence
+from shared.engine.sequence import Sequence, Status
+from shared.errors import ConfigError, CorruptTransfer, InvalidRequest, StaleTransfer
+from shared.request import FinishReason, Output, Request, Token, finish_reason
+
+MAX_SPARE_BLOCKS = 64  # enough that growth rarely preempts, little enough not to matter in a real pool
+
+
+class Scheduler:
+    """Raises ConfigError if the limits do not fit each other or the pool. `digest` is the worker's, the root of block hashes."""
+
+    def __init__(
+        self, blocks: BlockManager, *, digest: str, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+    ) -> None:
+        pool_tokens = blocks.num_usable_blocks * blocks.block_size
+        if max_num_batched_tokens < max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens is {max_num_batched_tokens}; it must be at least --max-num-seqs ({max_num_seqs}), "
+                "so that every running sequence can get its next token in each step"
+            )
+        if max_model_len > pool_tokens:
+            raise ConfigError(
+                f"--max-model-len is {max_model_len}, but the KV pool holds {pool_tokens} tokens; lower it, "
+                "or raise --num-blocks or the memory for KV"
+            )
+        self.blocks = blocks
+        self._digest = digest
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._live: dict[str, list[Sequence]] = {}  # every unfinished sequence, by request
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._in_flight = Plan()
+
+    # --- arrivals and departures
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a new sequence. Raises InvalidRequest, naming the parameter, if it can never be served here."""
+        self._accept(sequence)
+        self._live[sequence.id] = [sequence]
+        self._waiting.append(sequence)
+
+    def reserve(self, request: Request) -> Sequence | None:
+        """Allocates blocks for all of the request's tokens, for somebody else to fill; None if there is no room now.
+
+        The first `num_computed_tokens` of the result are already in the prefix cache, possibly every full block: nothing of them is
+        recomputed. Raises InvalidRequest as `add` does.
+        """
+        sequence = Sequence(request)
+        self._accept(sequence)
+        num_spare = self._num_spare_blocks()
+        if self._waiting:
+            num_spare += self.blocks.num_blocks_for(self._waiting[0].num_tokens)
+        if not self._allocate(sequence, sequence.num_tokens, num_spare):
+            return None
+        sequence.status = Status.RESERVED
+        self._live[sequence.id] = [sequence]
+        return sequence
+
+    def commit(self, request_id: str, tokens: abc.Sequence[SampledToken]) -> list[Output]:
+        """The reservation's blocks are complete; `tokens` holds the next token of each of its n outputs, which may end with it.
+
+        Raises StaleTransfer if nothing is reserved under this id, CorruptTransfer if the number of tokens is not n.
+        """
+        sequence = self._find(request_id, Status.RESERVED)
+        if sequence is None:
+            raise StaleTransfer(f"nothing is reserved for request {request_id}")
+        if len(tokens) != sequence.request.sampling.n:
+            raise CorruptTransfer(f"commit has {len(tokens)} first tokens for {sequence.request.sampling.n} outputs")
+        self.blocks.mark_computed(sequence, sequence.num_tokens)
+        sequence.status = Status.RUNNING
+        self._running.append(sequence)
+        return self._append_all(sequence, tokens)
+
+    def release(self, request_id: str) -> None:
+        """A held request's blocks have arrived elsewhere. They stay cached here. Nothing happens if it is not held (any more)."""
+        sequence = self._find(request_id, Status.HELD)
+        if sequence is not None:
+            self._retire(sequence)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request and all its outputs, whatever its state; False if it is not live. Whoever sends or receives its blocks
+        must have stopped before."""
+        sequences = list(self._live.get(request_id, ()))
+        for sequence in sequences:
+            self._retire(sequence)
+        return bool(sequences)
+
+    # --- one step: schedule, then (elsewhere) copies, forward pass and sampling, then update
+
+    def schedule(self) -> Plan:
+        assert not self._in_flight.scheduled, "the last plan has not been updated"
+        decodes = self._make_room_for_decodes()
+        copies = [copy for sequence in decodes for copy in self._grow(sequence)]
+        scheduled = [_scheduled(sequence, 1) for sequence in decodes]
+        budget = self._max_num_batched_tokens - len(scheduled)
+        for sequence in self._seated():
+            if budget and sequence.num_uncomputed_tokens > 1:
+                scheduled.append(_scheduled(sequence, min(budget, sequence.num_uncomputed_tokens)))
+                budget -= scheduled[-1].num_tokens
+        scheduled.extend(self._admit(budget))
+        scheduled.sort(key=lambda item: item.num_tokens > 1)  # stable: single tokens first
+        self._in_flight = Plan(tuple(scheduled), tuple(copies))
+        return self._in_flight
+
+    def update(self, plan: Plan, samples: abc.Sequence[abc.Sequence[SampledToken]]) -> list[Event]:
+        """Takes over what a step gave. samples[i] holds `plan.scheduled[i].num_samples` tokens; those of a sequence aborted since
+        `schedule` are not looked at."""
+        assert plan is self._in_flight, "this plan is not in flight"
+        self._in_flight = Plan()
+        events: list[Event] = []
+        for item, tokens in zip(plan.scheduled, samples, strict=True):
+            sequence = item.sequence
+            if sequence.status is Status.FINISHED:  # aborted during the step: only now nobody writes to its blocks
+                self.blocks.free(sequence)
+                continue
+            self.blocks.mark_computed(sequence, item.start + item.num_tokens)
+            if sequence.hold:
+                events.append(Progress(sequence.id, sequence.num_computed_tokens))
+            if item.num_samples:
+                events.extend(self._hold(sequence, tokens) if sequence.hold else self._append_all(sequence, tokens))
+        return events
+
+    def discard(self, plan: Plan) -> None:
+        """The step failed, and every request in it has been aborted: gives their blocks back."""
+        assert all(item.sequence.status is Status.FINISHED for item in plan.scheduled), "a failed step's requests must be aborted"
+        self.update(plan, [()] * len(plan.scheduled))
+
+    # --- what there is
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` has something to do. False also while the queue waits for blocks that only a release, commit or abort
+        can free."""
+        return bool(self._running) or (bool(self._waiting) and self.blocks.can_allocate(*self._newcomer(self._waiting[0])))
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens to be computed before every running and waiting sequence is a decode: the backlog of prompts and recomputation."""
+        return sum(max(0, s.num_uncomputed_tokens - 1) for s in (*self._waiting, *self._running))
+
+    @property
+    def num_reserved(self) -> int:
+        return self._count(Status.RESERVED)
+
+    @property
+    def num_held(self) -> int:
+        return self._count(Status.HELD)
+
+    def sequences(self) -> list[Sequence]:
+        """All that have not finished."""
+        return [sequence for choices in self._live.values() for sequence in choices]
+
+    def check(self) -> None:
+        """Recounts blocks and states. Raises AssertionError on the first discrepancy."""
+        live = self.sequences()
+        retired = [item.sequence for item in self._in_flight.scheduled if item.sequence.status is Status.FINISHED]
+        self.blocks.check([*live, *retired])
+        for status, members in ((Status.WAITING, self._waiting), (Status.RUNNING, self._running)):
+            assert len(members) == self._count(status), f"{len(members)} sequences in line, {self._count(status)} are {status.name}"
+            assert all(sequence.status is status for sequence in members), f"a sequence in line is not {status.name}"
+        for sequence in live:
+            assert sequence.status is not Status.FINISHED, f"{sequence.id} has finished but is live"
+            assert bool(sequence.block_table) == (sequence.status is not Status.WAITING), f"{sequence.id}: blocks in wrong state"
+            is_complete = sequence.num_uncomputed_tokens == 0
+            assert is_complete <= (sequence.status in (Status.HELD, Status.RESERVED)), f"{sequence.id} has nothing to compute"
+            assert sequence.num_tokens < self._max_model_len, f"{sequence.id} is too long"
+
+    # --- the steps of schedule
+
+    def _make_room_for_decodes(self) -> list[Sequence]:
+        """The decodes of this step, after preempting as many of the newest sequences as it takes for the blocks to suffice.
+
+        All preemption comes before any `grow`, so that no block is freed after it became the source of a copy. It ends because only
+        sequences that may be preempted need blocks: a held prompt got all of its own at admission.
+        """
+        while True:
+            decodes = [sequence for sequence in self._seated() if sequence.num_uncomputed_tokens == 1]
+            if self.blocks.num_blocks_to_grow(decodes) <= self.blocks.num_free_blocks:
+                return decodes
+            self._preempt(next(sequence for sequence in reversed(self._running) if not sequence.hold))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self.blocks.free(sequence)
+        sequence.status = Status.WAITING
+        sequence.num_preemptions += 1
+        self._waiting.appendleft(sequence)
+
+    def _grow(self, sequence: Sequence) -> list[tuple[int, int]]:
+        copies = self.blocks.grow(sequence)
+        assert copies is not None, "room was made"
+        return copies
+
+    def _seated(self) -> list[Sequence]:
+        """The oldest running sequences, as many as have a seat."""
+        num_free_seats = self._max_num_seqs
+        for index, sequence in enumerate(self._running):
+            num_free_seats -= _num_seats(sequence)
+            if num_free_seats < 0:
+                return self._running[:index]
+        return self._running
+
+    def _admit(self, budget: int) -> Iterator[ScheduledSequence]:
+        num_free_seats = self._max_num_seqs - sum(_num_seats(sequence) for sequence in self._running)
+        while budget and self._waiting:
+            sequence = self._waiting[0]
+            num_free_seats -= _num_seats(sequence)
+            if num_free_seats < 0 or not self._allocate(*self._newcomer(sequence)):
+                return
+            self._running.append(self._waiting.popleft())
+            sequence.status = Status.RUNNING
+            num_tokens = min(budget, sequence.num_uncomputed_tokens)
+            budget -= num_tokens
+            yield _scheduled(sequence, num_tokens)
+
+    def _newcomer(self, sequence: Sequence) -> tuple[Sequence, int, int]:
+        """The terms of admission, as arguments of `allocate`: at least the last token is recomputed, because the next one is
+        sampled from its logits."""
+        return sequence, sequence.num_tokens - 1, self._num_spare_blocks()
+
+    def _num_spare_blocks(self) -> int:
+        """Left free by newcomers, so that running sequences can grow a while before they preempt."""
+        num_growing = sum(1 for sequence in self._running if not sequence.hold)
+        return min(num_growing, MAX_SPARE_BLOCKS)
+
+    def _allocate(self, sequence: Sequence, max_cached_tokens: int, num_spare_blocks: int) -> bool:
+        if not self.blocks.allocate(sequence, max_cached_tokens, num_spare_blocks):
+            return False
+        if sequence.num_preemptions == 0:  # what a preempted sequence finds again is mostly its own
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        return True
+
+    # --- the steps of update
+
+    def _append_all(self, sequence: Sequence, tokens: abc.Sequence[SampledToken]) -> list[Output]:
+        """Extends the sequence by one token, or makes n sequences of it and extends each by its own."""
+        choices = self._fork(sequence) if sequence.is_forking else (sequence,)
+        return [self._append(choice, token) for choice, token in zip(choices, tokens, strict=True)]
+
+    def _append(self, sequence: Sequence, token: SampledToken) -> Output:
+        output = self._output(sequence, sequence.choice, token)
+        sequence.token_ids.append(token.token_id)
+        if output.finish_reason is not None:
+            sequence.finish_reason = output.finish_reason
+            self._retire(sequence)
+        return output
+
+    def _fork(self, parent: Sequence) -> abc.Sequence[Sequence]:
+        """The parent and its n - 1 siblings, which share its blocks and stand next to it in line."""
+        siblings = []
+        for choice in range(1, parent.request.sampling.n):
+            sibling = Sequence(parent.request, choice, hash_seed=parent.hash_seed, num_cached_tokens=parent.num_cached_tokens)
+            sibling.status = Status.RUNNING
+            self.blocks.fork(parent, sibling)
+            siblings.append(sibling)
+        behind_parent = self._running.index(parent) + 1
+        self._running[behind_parent:behind_parent] = siblings
+        self._live[parent.id] += siblings
+        return [parent, *siblings]
+
+    def _hold(self, sequence: Sequence, tokens: abc.Sequence[SampledToken]) -> list[Output]:
+        """Reports the first token of each output; where they are decoded they are appended, not here."""
+        self._running.remove(sequence)
+        sequence.status = Status.HELD
+        return [self._output(sequence, choice, token) for choice, token in enumerate(tokens)]
+
+    def _output(self, sequence: Sequence, choice: int, token: SampledToken) -> Output:
+        """What is to be emitted for this next token of the sequence."""
+        request, index = sequence.request, sequence.num_output_tokens
+        reason = finish_reason(request.sampling, token.token_id, index)
+        if reason is None and sequence.num_tokens + 1 >= self._max_model_len:
+            reason = FinishReason.LENGTH
+        is_first = index == request.num_emitted
+        num_cached_tokens = min(sequence.num_cached_tokens, request.num_prompt_tokens) if is_first else 0
+        emitted = Token(index, token.token_id, token.logprob, token.top_logprobs)
+        return Output(request.request_id, choice, (emitted,), reason, num_cached_tokens)
+
+    # --- the book of live sequences
+
+    def _accept(self, sequence: Sequence) -> None:
+        """Raises InvalidRequest if the sequence can never be served; otherwise gives it the root of its block hashes."""
+        num_tokens, sampling = sequence.num_tokens, sequence.request.sampling
+        if num_tokens >= self._max_model_len:
+            raise InvalidRequest(
+                f"prompt has {num_tokens} tokens; it must have fewer than {self._max_model_len}, the longest sequence served, "
+                "to leave room for output",
+                param="prompt",
+            )
+        if sampling.n > self._max_num_seqs:
+            raise InvalidRequest(f"n is {sampling.n}; it must be at most {self._max_num_seqs} here", param="n")
+        if sequence.request.num_emitted >= sampling.max_tokens:
+            raise InvalidRequest(
+                f"max_tokens is {sampling.max_tokens}, but {sequence.request.num_emitted} output tokens exist already",
+                param="max_tokens",
+            )
+        if sequence.id in self._live:
+            raise InvalidRequest(f"request_id {sequence.id!r} is in use; it must be new", param="request_id")
+        sequence.hash_seed = hash_seed(self._digest, sequence.request.cache_salt)
+
+    def _find(self, request_id: str, status: Status) -> Sequence | None:
+        return next((sequence for sequence in self._live.get(request_id, ()) if sequence.status is status), None)
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Takes a sequence out of everything. Its blocks are freed, at once or, if a step is writing to them, by `update`."""
+        if sequence.status is Status.WAITING:
+            self._waiting.remove(sequence)
+        elif sequence.status is Status.RUNNING:
+            self._running.remove(sequence)
+        sequence.status = Status.FINISHED
+        choices = self._live[sequence.id]
+        choices.remove(sequence)
+        if not choices:
+            del self._live[sequence.id]
+        if not any(item.sequence is sequence for item in self._in_flight.scheduled):
+            self.blocks.free(sequence)
+
+    def _count(self, status: Status) -> int:
+        return sum(1 for choices in self._live.values() for sequence in choices if sequence.status is status)
+
+
+def _num_seats(sequence: Sequence) -> int:
+    """Places in a step: a sequence that is going to fork takes those of all its outputs from the start."""
+    return sequence.request.sampling.n if sequence.is_forking and not sequence.hold else 1
+
+
+def _scheduled(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+    num_samples = 0
+    if num_tokens == sequence.num_uncomputed_tokens:
+        num_samples = sequence.request.sampling.n if sequence.is_forking else 1
+    return ScheduledSequence(sequence, sequence.num_computed_tokens, num_tokens, num_samples)

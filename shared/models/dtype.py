@@ -1,0 +1,31 @@
+"""Which type to compute in. The names are those of `--dtype` and of `KvGeometry.kv_dtype`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# x86 (AVX512_BF16 or AMX) and ARM have dot products of bfloat16 pairs; without them torch converts each product, about ten
+# times slower than float32.
+_NATIVE_BFLOAT16 = re.compile(r"^(?:flags|Features)\s*:.*\b(?:avx512_bf16|amx_bf16|bf16)\b", re.MULTILINE)
+
+
+def choose_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type that `--dtype` names. "auto" is the checkpoint's on a GPU; on a CPU bfloat16 if it is the checkpoint's and the
+    CPU multiplies it natively, else float32."""
+    if name != "auto":
+        return DTYPES[name]
+    if checkpoint not in DTYPES.values():
+        return torch.float32
+    if device.type == "cpu" and not (checkpoint is torch.bfloat16 and has_native_bfloat16()):
+        return torch.float32
+    return checkpoint
+
+
+def has_native_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """False where it cannot be told (no Linux): float32 is never wrong."""
+    return cpuinfo.is_file() and bool(_NATIVE_BFLOAT16.search(cpuinfo.read_text()))

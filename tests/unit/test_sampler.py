@@ -1,0 +1,248 @@
+"""From logits to tokens: numbers, penalties, log-probabilities, forks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from shared.engine.penalties import adjust_logits
+from shared.engine.plan import SampledToken, ScheduledSequence
+from shared.engine.sampler import NotFiniteLogits, Sampler
+from shared.engine.sequence import Sequence
+from shared.engine.uniform import uniforms
+from shared.kernels.reference import ReferenceKernels
+from shared.request import Request, SamplingParams, choice_seed
+
+VOCAB_SIZE = 40
+SAMPLER = Sampler(ReferenceKernels())
+
+
+def random_logits(num_rows: int, seed: int) -> Tensor:
+    return torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def item(
+    request_id: str = "r",
+    prompt: tuple[int, ...] = (1, 2, 3),
+    output: tuple[int, ...] = (),
+    choice: int = 0,
+    num_samples: int = 1,
+    **sampling: Any,
+) -> ScheduledSequence:
+    ids = [*prompt, *output]
+    sequence = Sequence(Request(request_id, ids, len(prompt), SamplingParams(**{"max_tokens": 64, **sampling})), choice=choice)
+    return ScheduledSequence(sequence, start=len(ids) - 1, num_tokens=1, num_samples=num_samples)
+
+
+def sample(logits: Tensor, *items: ScheduledSequence) -> list[list[SampledToken]]:
+    return SAMPLER.sample(logits.clone(), items)
+
+
+def ids_of(samples: list[list[SampledToken]]) -> list[list[int]]:
+    return [[token.token_id for token in tokens] for tokens in samples]
+
+
+# Numbers
+
+
+def test_a_number_depends_on_seed_and_position_alone() -> None:
+    together = uniforms([5, 5, 9], [0, 7, 7])
+    assert together.dtype == np.float32
+    assert together[1] == uniforms([5], [7])[0]
+    assert len(set(together.tolist())) == 3
+    # Worked out by hand with Python's integers from the published SplitMix64 constants; must never change: running requests
+    # move between versions.
+    assert uniforms([0, 1, 2**64 - 1], [0, 3, 2**31]).tolist() == [
+        hand_uniform(0, 0),
+        hand_uniform(1, 3),
+        hand_uniform(2**64 - 1, 2**31),
+    ]
+
+
+def hand_uniform(seed: int, position: int) -> float:
+    def mix(z: int) -> int:
+        z = (z + 0x9E3779B97F4A7C15) % 2**64
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        return z ^ (z >> 31)
+
+    return (mix((mix(seed) + position * 0xD1342543DE82EF95) % 2**64) >> 40) / 2**24
+
+
+@pytest.mark.parametrize("of", ["positions", "seeds", "choices"])
+def test_numbers_are_uniform_and_neighbours_are_independent(of: str) -> None:
+    n = 50_000
+    seeds = {"positions": [42] * n, "seeds": list(range(n)), "choices": [choice_seed(42, c) for c in range(n)]}[of]
+    numbers = uniforms(seeds, range(n) if of == "positions" else [17] * n).astype(np.float64)
+    assert numbers.min() >= 0.0
+    assert numbers.max() < 1.0
+    expected = n / 100
+    chi_square = (((np.histogram(numbers, 100, (0, 1))[0] - expected) ** 2) / expected).sum()
+    assert chi_square < 150  # 99 degrees of freedom: mean 99, standard deviation 14
+    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 4 / math.sqrt(n)
+
+
+def test_a_choice_does_not_repeat_another_choices_numbers_at_another_position() -> None:
+    numbers = {choice: uniforms([choice_seed(7, choice)] * 200, range(200)).tolist() for choice in range(8)}
+    assert len({x for values in numbers.values() for x in values}) > 8 * 200 - 5  # chance hits of 24 bits at most
+
+
+# Drawing
+
+
+def test_sampled_tokens_follow_the_softmax() -> None:
+    n = 8_000
+    logits = random_logits(1, seed=1)
+    tokens = [
+        t.token_id
+        for start in range(0, n, 1000)
+        for (t,) in sample(logits.repeat(1000, 1), *[item(seed=start + i, temperature=0.8) for i in range(1000)])
+    ]
+    expected = (logits[0] / 0.8).softmax(-1).numpy()
+    variation = 0.5 * np.abs(np.bincount(tokens, minlength=VOCAB_SIZE) / n - expected).sum()
+    assert variation < 0.04  # sqrt(40 / 8000) / 2.5 is what 40 independent counts give
+
+
+def test_the_same_seed_and_position_give_the_same_token_whatever_shares_the_step() -> None:
+    logits = random_logits(3, seed=2)
+    a, b, c = item(seed=1), item(seed=2, output=(4, 5), top_p=0.5), item(temperature=0.0)
+    alone = [sample(logits[i : i + 1], x)[0] for i, x in enumerate((a, b, c))]
+    assert sample(logits, a, b, c) == alone
+    assert sample(logits.flip(0), c, b, a) == alone[::-1]
+
+
+def test_a_continued_request_draws_what_the_first_worker_would_have() -> None:
+    logits = random_logits(1, seed=3).repeat(20, 1)
+    first = [item(prompt=(1, 2), output=tuple(range(k)), seed=11) for k in range(20)]
+    other = [item(prompt=(1, 2), output=tuple(range(k)), seed=choice_seed(11, 3)) for k in range(20)]
+    forked = [item(prompt=(1, 2), output=tuple(range(k)), seed=11, choice=3, n=4) for k in range(20)]
+    assert sample(logits, *other) == sample(logits, *forked)
+    assert sample(logits, *other) != sample(logits, *first)
+
+
+def test_a_fork_draws_each_choice_with_its_own_seed_from_one_row() -> None:
+    logits = random_logits(2, seed=4)
+    plain, forked = item(seed=5), item(seed=9, n=6, num_samples=6)
+    samples = sample(logits, plain, forked)
+    assert samples[0] == sample(logits[:1], plain)[0]
+    expected = [sample(logits[1:], item(seed=choice_seed(9, choice)))[0][0] for choice in range(6)]
+    assert samples[1] == expected
+    assert len({t.token_id for t in samples[1]}) > 1
+
+
+def test_a_greedy_fork_gives_equal_tokens() -> None:
+    logits = random_logits(1, seed=5)
+    best = int(logits.argmax())
+    assert sample(logits, item(temperature=0.0, n=3, num_samples=3)) == [[SampledToken(best)] * 3]
+    with_logprobs = sample(logits, item(temperature=0.0, n=3, num_samples=3, num_logprobs=1))[0]
+    assert [t.token_id for t in with_logprobs] == [best] * 3
+    assert len(set(with_logprobs)) == 1
+
+
+def test_sequences_that_do_not_sample_get_nothing() -> None:
+    logits = random_logits(1, seed=6)
+    unfinished = item(num_samples=0)
+    assert ids_of(sample(logits, unfinished, item(temperature=0.0), unfinished)) == [[], [int(logits.argmax())], []]
+    assert sample(logits[:0], unfinished) == [[]]
+
+
+# Log-probabilities
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logprobs_are_of_the_raw_logits_for_rows_that_ask(temperature: float) -> None:
+    logits = random_logits(3, seed=7)
+    items = [
+        item(temperature=temperature, seed=1, num_logprobs=3, logit_bias={7: 100.0}),
+        item(temperature=temperature, seed=2),
+        item(temperature=temperature, seed=3, num_logprobs=0, n=2, num_samples=2),
+    ]
+    (biased,), (plain,), (first, second) = sample(logits, *items)
+    expected = logits.log_softmax(-1)
+    assert biased.token_id == 7
+    assert biased.logprob == pytest.approx(float(expected[0, 7]))
+    top = expected[0].topk(3)
+    assert [t for t, _ in biased.top_logprobs] == top.indices.tolist()
+    assert [p for _, p in biased.top_logprobs] == pytest.approx(top.values.tolist())
+    assert plain.logprob is None
+    assert plain.top_logprobs == ()
+    for token in (first, second):
+        assert token.logprob == pytest.approx(float(expected[2, token.token_id]))
+        assert token.top_logprobs == ()
+
+
+# What changes logits
+
+
+def test_the_repetition_penalty_equals_transformers_over_prompt_and_output() -> None:
+    logits = random_logits(2, seed=8)
+    items = [item(prompt=(3, 4, 3), output=(9, 4), repetition_penalty=1.7), item(prompt=(5,), repetition_penalty=0.6)]
+    expected = torch.cat(
+        [
+            RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([x.sequence.token_ids]), logits[i : i + 1])
+            for i, (x, penalty) in enumerate(zip(items, (1.7, 0.6), strict=True))
+        ]
+    )
+    adjusted = logits.clone()
+    adjust_logits(adjusted, [x.sequence for x in items])
+    torch.testing.assert_close(adjusted, expected)
+
+
+def test_presence_and_frequency_penalties_and_bias_follow_openais_formula_over_the_output_alone() -> None:
+    logits = random_logits(2, seed=9)
+    items = [
+        item(prompt=(3, 8, 8), output=(9, 4, 9, 9), presence_penalty=0.5, frequency_penalty=0.25, logit_bias={9: -3.0, 8: 2.0}),
+        item(presence_penalty=1.0),
+    ]
+    expected = logits.clone()
+    expected[0, 9] += -0.5 - 3 * 0.25 - 3.0
+    expected[0, 4] += -0.5 - 0.25
+    expected[0, 8] += 2.0
+    adjusted = logits.clone()
+    adjust_logits(adjusted, [x.sequence for x in items])
+    torch.testing.assert_close(adjusted, expected)
+
+
+def test_stop_tokens_are_masked_until_min_tokens_are_out() -> None:
+    logits = random_logits(1, seed=10)
+    order = logits[0].argsort(descending=True).tolist()
+    options: dict[str, Any] = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (order[0], order[1])}
+    tokens = [ids_of(sample(logits, item(output=tuple(range(k)), **options)))[0][0] for k in range(4)]
+    assert tokens == [order[2], order[2], order[0], order[0]]
+
+
+def test_ids_outside_the_vocabulary_are_passed_over() -> None:
+    logits = random_logits(1, seed=11)
+    options: dict[str, Any] = {"logit_bias": {VOCAB_SIZE: 100.0, 10**9: 5.0}, "stop_token_ids": (VOCAB_SIZE,), "min_tokens": 1}
+    assert ids_of(sample(logits, item(temperature=0.0, **options))) == [[int(logits.argmax())]]
+
+
+def test_one_rows_penalties_do_not_touch_the_others() -> None:
+    logits = random_logits(3, seed=12)
+    plain = item(temperature=0.0)
+    tokens = ids_of(sample(logits, plain, item(temperature=0.0, logit_bias={5: 100.0}), plain))
+    best = logits.argmax(-1).tolist()
+    assert tokens == [[best[0]], [5], [best[2]]]
+
+
+# Garbage
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "num_logprobs": 2, "top_k": 3}]
+)
+def test_logits_that_are_not_finite_are_refused_and_the_requests_named(bad: float, sampling: dict[str, Any]) -> None:
+    logits = random_logits(3, seed=13)
+    logits[1, 20] = bad
+    with pytest.raises(NotFiniteLogits, match="request broken") as caught:
+        sample(logits, item("fine", **sampling), item("broken", **sampling), item("fine too", **sampling))
+    assert caught.value.request_ids == ["broken"]
+    with pytest.raises(NotFiniteLogits):
+        sample(torch.full((1, VOCAB_SIZE), -math.inf), item(**sampling))
