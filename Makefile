@@ -2,7 +2,61 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: proto
-proto:  ## regenerate shared/rpc from proto/
-	$(BIN)/python -m grpc_tools.protoc -I shared/rpc=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/*.proto
+.DEFAULT_GOAL := help
+.PHONY: help up setup model test lint format proto clean
+
+help:  ## list these targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+up: setup  ## serve on 127.0.0.1:8000; options go into ARGS, as in: make up ARGS="--port 9000"
+	@$(BIN)/twostroke up $(ARGS)
+
+setup: $(VENV)/.installed model  ## what `up` needs: virtual environment and default model
+
+model: $(VENV)/.installed
+	@$(BIN)/python -m shared.models.fetch > /dev/null
+
+test: setup $(VENV)/.installed-dev  ## run all tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev  ## check style and types
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+format: $(VENV)/.installed-dev  ## bring all files into the common format
+	@$(BIN)/ruff format
+
+proto: $(VENV)/.installed-dev  ## regenerate shared/rpc from proto/
+	@$(BIN)/python -m grpc_tools.protoc -I shared/rpc=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/*.proto
+
+clean:  ## remove the virtual environment and all caches in this folder; the model stays in its cache folder
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A file in the environment marks each finished step; a step runs again when what it depends on is newer.
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is too old or missing; Python 3.11 or newer is needed, name it with PYTHON=" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip' 2> /dev/null || \
+	  { echo "error: $(PYTHON) cannot make virtual environments; install its venv package (Debian: python3-venv)" >&2; exit 2; }
+	@echo "making a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch comes first and alone, at the one version: any other could bring gigabytes of another build with it.
+$(VENV)/.installed: $(VENV)/.created constraints.txt pyproject.toml
+	@echo "installing $(TORCH) (the largest part)"
+	@$(PIP) install $(TORCH) --constraint constraints.txt
+	@echo "installing twostroke and the other packages"
+	@$(PIP) install --editable . --constraint constraints.txt
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing what tests and checks need"
+	@$(PIP) install --editable '.[dev]' --constraint constraints.txt
+	@touch $@

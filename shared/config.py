@@ -123,5 +123,5 @@ def _from_text(field: dataclasses.Field[Any], scalar: Callable[[str], Any], text
     try:
         return (field.metadata["parse"] or scalar)(text)
     except ValueError as error:
-        kind = {int: "a whole number", float: "a number"}.get(scalar)  # type: ignore[call-overload]
+        kind = None if field.metadata["parse"] else {int: "a whole number", float: "a number"}.get(scalar)  # type: ignore[call-overload]
         raise ConfigError(f"{source} is {text!r}; " + (f"it must be {kind}" if kind else str(error))) from None

@@ -25,7 +25,7 @@ from shared.index.registry import FleetWatcher
 from shared.readiness import notify_progress, notify_ready
 from shared.telemetry import configure_logging
 
-_SHUTDOWN_S = 3  # for streams that are open when the router is told to stop
+_SHUTDOWN_S = 1  # for streams that are open when the router is told to stop
 
 
 def main(argv: Sequence[str]) -> None:

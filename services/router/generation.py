@@ -32,7 +32,7 @@ from shared.worker_info import WorkerInfo
 
 log = logging.getLogger(__name__)
 
-_MAX_FAILURES = 8  # of one request; after that the last error is the answer
+_MAX_FAILURES = 5  # of one request without a new token in between: it may be what kills its workers
 _MAX_PREFILL_ATTEMPTS = 3
 
 
@@ -125,25 +125,28 @@ class Generation:
         """Serves `choices` of `request` until all have finished, over as many workers as it takes."""
         exclude: set[str] = set()
         may_hand_off = True
-        for failure in range(_MAX_FAILURES):
+        num_failures = 0
+        while True:
             placement = await self._place(request, exclude)
             if not may_hand_off:
                 placement = Placement(prefill=None, decode=placement.decode)
             try:
                 return await self._serve(request, choices, placement)
-            except LegFailed as failed:
-                self._note_failure(failed)
-                if failure == _MAX_FAILURES - 1:
-                    raise failed.error from None
-                if failed.leg == "decode":
-                    exclude.add(failed.worker.boot_id)
-                else:
-                    may_hand_off = False
+            except LegFailed as failure:
+                failed = failure
+            self._note_failure(failed)
             unfinished = [c for c in choices if not c.is_finished]
             if not unfinished:
-                return
-            if any(c.has_started for c in unfinished):
+                return None
+            if any(len(c.token_ids) > len(request.token_ids) for c in unfinished):
                 return await self._continue(unfinished)
+            num_failures += 1
+            if num_failures == _MAX_FAILURES:
+                raise failed.error
+            if failed.leg == "decode":
+                exclude.add(failed.worker.boot_id)
+            else:
+                may_hand_off = False
 
     async def _continue(self, choices: Sequence[_Choice]) -> None:
         """Each unfinished output goes on alone, as a request whose prompt ends with the tokens it already has."""

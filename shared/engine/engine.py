@@ -19,9 +19,10 @@ from typing import Protocol
 
 from shared.engine import metrics
 from shared.engine.plan import Event, Failure, Plan, Progress, SampledToken
+from shared.engine.sampler import NotFiniteLogits
 from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Sequence as EngineSequence
-from shared.errors import Internal, Unavailable
+from shared.errors import Internal, TwostrokeError, Unavailable
 from shared.request import Output, Request
 from shared.worker_info import Load
 
@@ -146,6 +147,7 @@ class Engine:
             if self._stopping:
                 return False
             begin = time.perf_counter()
+            num_preemptions = self._scheduler.num_preemptions
             plan = self._scheduler.schedule()
         if not plan.scheduled:
             self._wait_for_change()
@@ -161,6 +163,7 @@ class Engine:
         with self._wake:
             events = self._scheduler.update(plan, samples)
             self._num_steps += 1
+            metrics.observe_state(self._scheduler, self._scheduler.num_preemptions - num_preemptions)
         self._num_failures = 0
         self._listener(events)
         self._prefill_rate.observe(plan, executed - started)
@@ -182,19 +185,28 @@ class Engine:
             self._listener(first)
 
     def _fail(self, plan: Plan, error: Exception) -> None:
-        log.error("step of %d sequences failed", len(plan.scheduled), exc_info=error)
-        self._num_failures += 1
+        """Ends the requests at fault, or all of the step if nobody in particular is; the others' tokens are computed again."""
+        failure: TwostrokeError
+        if isinstance(error, NotFiniteLogits):
+            ids, failure = error.request_ids, error
+            log.error("%s", error)
+        else:
+            ids = list(dict.fromkeys(s.sequence.id for s in plan.scheduled))
+            failure = Internal(f"an engine step failed: {type(error).__name__}")
+            log.error("step of %d sequences failed", len(plan.scheduled), exc_info=error)
+            self._count_failure()
         metrics.step_failures.inc()
-        if self._num_failures >= _MAX_CONSECUTIVE_FAILURES:
-            log.critical("%d steps failed in a row; exiting", self._num_failures)
-            os._exit(_EXIT_CODE)
-        failure = Internal(f"an engine step failed: {type(error).__name__}")
-        ids = list(dict.fromkeys(s.sequence.id for s in plan.scheduled))
         with self._wake:
             for request_id in ids:
                 self._scheduler.abort(request_id)
             self._scheduler.discard(plan)
         self._listener([Failure(request_id, failure) for request_id in ids])
+
+    def _count_failure(self) -> None:
+        self._num_failures += 1
+        if self._num_failures >= _MAX_CONSECUTIVE_FAILURES:
+            log.critical("%d steps failed in a row; exiting", self._num_failures)
+            os._exit(_EXIT_CODE)
 
 
 class _PrefillRate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 from shared.engine.plan import Plan
+from shared.engine.scheduler import Scheduler
 from shared.telemetry import LATENCY_BUCKETS_S
 
 step_seconds = Histogram("twostroke_step_seconds", "Whole engine steps", buckets=LATENCY_BUCKETS_S)
@@ -27,3 +28,11 @@ def observe_step(plan: Plan, execute_s: float, total_s: float) -> None:
     decodes = sum(1 for s in plan.scheduled if s.num_tokens == 1)
     scheduled_tokens.labels("decode").inc(decodes)
     scheduled_tokens.labels("prefill").inc(plan.num_tokens - decodes)
+
+
+def observe_state(scheduler: Scheduler, num_preempted: int) -> None:
+    running.set(scheduler.num_running)
+    waiting.set(scheduler.num_waiting)
+    blocks = scheduler.blocks
+    kv_usage.set(1 - blocks.num_free_blocks / blocks.num_usable_blocks)
+    preemptions.inc(num_preempted)

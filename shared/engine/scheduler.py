@@ -63,6 +63,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._in_flight = Plan()
+        self.num_preemptions = 0  # since the start
 
     # --- arrivals and departures
 
@@ -154,9 +155,13 @@ class Scheduler:
         return events
 
     def discard(self, plan: Plan) -> None:
-        """The step failed, and every request in it has been aborted: gives their blocks back."""
-        assert all(item.sequence.status is Status.FINISHED for item in plan.scheduled), "a failed step's requests must be aborted"
-        self.update(plan, [()] * len(plan.scheduled))
+        """The step failed and counts for nothing: those in it that have been aborted give their blocks back, the others are due
+        again."""
+        assert plan is self._in_flight, "this plan is not in flight"
+        self._in_flight = Plan()
+        for item in plan.scheduled:
+            if item.sequence.status is Status.FINISHED:
+                self.blocks.free(item.sequence)
 
     # --- what there is
 
@@ -225,6 +230,7 @@ class Scheduler:
         self.blocks.free(sequence)
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
+        self.num_preemptions += 1
         self._waiting.appendleft(sequence)
 
     def _grow(self, sequence: Sequence) -> list[tuple[int, int]]:

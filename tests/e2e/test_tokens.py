@@ -37,9 +37,7 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def runner(folder: Path) -> ModelRunner:
-    return load_runner(
-        WorkerConfig(model=str(folder), dtype="float32", kv_cache_memory=64 * 2**20, max_model_len=1024), Role.COLOCATED
-    )
+    return load_runner(WorkerConfig(model=str(folder), dtype="float32", num_blocks=150, max_model_len=2200), Role.COLOCATED)
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,8 @@ class FakeWorker:
         return self
 
     async def stop(self) -> None:
-        self.runner.gate.set()
+        if isinstance(self.runner, FakeRunner):
+            self.runner.gate.set()
         await self._server.stop(0)
         await self.worker.channels.close()
         self.worker.engine.stop()

@@ -1,0 +1,158 @@
+"""`twostroke up`: checks what can be checked, gets the model, starts everything, says when it is ready, and stops it again.
+
+    port free ─> model there ─> Valkey ─> workers and router ─> ready ─> Ctrl-C or SIGTERM ─> stopped
+
+A mistake that the operator can mend is a ConfigError, before or from a child, and ends with one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from services.local.config import UpConfig
+from services.local.display import Display
+from services.local.launch import launch_command
+from services.local.stack import Stack
+from services.local.supervisor import ChildFailed, Supervisor
+from services.local.valkey import ValkeyAddress
+from shared.cache_dir import cache_dir
+from shared.config import parse_config
+from shared.errors import ConfigError
+from shared.models.fetch import default_model_folder, is_fetched
+
+
+def main(argv: Sequence[str]) -> None:
+    config = parse_config(UpConfig, argv, "twostroke up", os.environ)
+    started_s = time.monotonic()
+    config = replace(config, port=_free_port(config.host, config.port))
+    config = replace(config, model=_model(config.model))
+    try:
+        asyncio.run(_serve(config, started_s))
+    except ChildFailed as error:
+        sys.exit(f"error: {error}")
+
+
+def _free_port(host: str, port: int) -> int:
+    """`port` if it can be listened on, or for 0 one that can. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host, port), family=family) as probe:
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        reason = "the port is in use; choose another with --port" if error.errno == errno.EADDRINUSE else error.strerror
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from None
+
+
+def _model(model: str) -> str:
+    """The path of the model, or a hub id as it is. Raises ConfigError for a path with no model."""
+    if not model:
+        return str(_default_model())
+    path = Path(model).expanduser()
+    if path.is_dir() and not (path / "config.json").exists() and not any(path.glob("*.gguf")):
+        raise ConfigError(f"--model is {model!r}, a folder without config.json or a .gguf file")
+    if path.exists():
+        return str(path.absolute())
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise ConfigError(f"--model is {model!r}, and there is no such file or folder")
+    return model
+
+
+def _default_model() -> Path:
+    """Fetches it if need be, in a process of its own: converting takes memory that a supervisor should not keep."""
+    if not is_fetched():
+        fetch = subprocess.run(
+            launch_command((sys.executable, "-m", "shared.models.fetch")), stdout=subprocess.DEVNULL, check=False
+        )
+        if fetch.returncode != 0:
+            sys.exit(fetch.returncode)  # it has said why
+    return default_model_folder()
+
+
+async def _serve(config: UpConfig, started_s: float) -> None:
+    """Until a signal, or until a child cannot be started."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    display = Display(sys.stdout)
+    supervisor = Supervisor(display)
+    with tempfile.TemporaryDirectory(prefix="twostroke-") as socket_folder:
+        serving = asyncio.create_task(_start_and_watch(config, supervisor, display, started_s, Path(socket_folder)))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        serving.cancel()  # if it still runs: nothing more is to be started
+        stopping.cancel()
+        await asyncio.gather(serving, stopping, return_exceptions=True)
+        await _stop(supervisor, display, is_wanted=stop.is_set())
+    if not stop.is_set():
+        serving.result()
+
+
+async def _stop(supervisor: Supervisor, display: Display, is_wanted: bool) -> None:
+    if is_wanted:
+        display.say("stopping")
+    started_s = time.monotonic()
+    await supervisor.stop()
+    if is_wanted:
+        display.say(f"stopped in {time.monotonic() - started_s:.1f} s")
+
+
+async def _start_and_watch(
+    config: UpConfig, supervisor: Supervisor, display: Display, started_s: float, socket_folder: Path
+) -> None:
+    run_folder = _fresh_run_folder(config.port)
+    display.say(f"starting {_shape(config)}; logs are in {run_folder}")
+    stack = Stack(config, run_folder, ValkeyAddress(unix_socket=socket_folder / "valkey.sock"), os.environ)
+    if stack.has_valkey:
+        await supervisor.start([stack.valkey()])
+    await supervisor.start([*stack.workers(), stack.router()])
+    display.say(f"ready in {time.monotonic() - started_s:.1f} s: {_url(config)}/v1 ({_shape(config)})")
+    display.say(f"\n{_curl(config)}\n\nCtrl-C stops everything.")
+    await supervisor.watch()
+
+
+def _fresh_run_folder(port: int) -> Path:
+    """Where this run's logs go: one folder per HTTP port, emptied at each start."""
+    folder = cache_dir() / "run" / str(port)
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
+    return folder
+
+
+def _shape(config: UpConfig) -> str:
+    counts = {"prefill": config.num_prefill, "decode": config.num_decode, "colocated": config.colocated}
+    return f"{config.model_name}, " + " + ".join(f"{count} {role}" for role, count in counts.items() if count)
+
+
+def _url(config: UpConfig) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
+    return f"http://{host}:{config.port}"
+
+
+def _curl(config: UpConfig) -> str:
+    """A request to try. The API key is named, never shown."""
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = {"model": config.model_name, "messages": messages, "temperature": 0}
+    key = ' -H "Authorization: Bearer $TWOSTROKE_API_KEY"' if config.api_key else ""
+    url, data = f"{_url(config)}/v1/chat/completions", shlex.quote(json.dumps(body))
+    return f"curl {url} -H 'Content-Type: application/json'{key} \\\n  -d {data}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,173 @@
+"""Options from flags and variables: what wins, what is refused, and that a refusal names what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from services.local.config import UpConfig
+from shared.config import option, parse_config, size_bytes, to_environ
+from shared.errors import ConfigError
+from shared.worker_config import WorkerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Some options."""
+
+    name: str = option("", "a name")
+    color: str = option("red", "a color", choices=("red", "green"))
+    num_items: int = option(3, "a count")
+    limit: int | None = option(None, "a limit")
+    timeout_s: float = option(1.5, "a time, 100% of it")
+    memory: int | None = option(None, "a size", parse=size_bytes)
+    eager: bool = option(True, "a switch")
+    token: str = option("", "a secret", secret=True)
+    derived: str = "not an option"
+
+    def __post_init__(self) -> None:
+        if self.num_items > 100:
+            raise ValueError(f"--num-items is {self.num_items}; it must be at most 100")
+
+
+def parse(*argv: str, **environ: str) -> Options:
+    return parse_config(Options, argv, "prog", environ)
+
+
+def test_without_flags_and_variables_all_options_have_their_defaults():
+    assert parse() == Options()
+
+
+EVERY_OPTION = Options("x", "green", 4, 7, 0.25, 2 * 1024**3, False, "t")
+
+
+def test_flags_of_every_type_are_read():
+    texts = ("--name", "x", "--color", "green", "--num-items", "4", "--limit", "7", "--timeout-s", "0.25", "--memory", "2GiB")
+    assert parse(*texts, "--no-eager", "--token", "t") == EVERY_OPTION
+
+
+def test_variables_of_every_type_are_read():
+    texts = {"NAME": "x", "COLOR": "green", "NUM_ITEMS": "4", "LIMIT": "7", "TIMEOUT_S": "0.25", "MEMORY": "2GiB"}
+    environ = {f"TWOSTROKE_{name}": text for name, text in {**texts, "EAGER": "off", "TOKEN": "t"}.items()}
+    assert parse(**environ) == EVERY_OPTION
+
+
+def test_a_flag_wins_over_its_variable():
+    assert parse("--num-items", "5", "--eager", TWOSTROKE_NUM_ITEMS="6", TWOSTROKE_EAGER="false") == Options(num_items=5)
+
+
+def test_a_flag_hides_even_an_unreadable_variable():
+    assert parse("--num-items", "5", TWOSTROKE_NUM_ITEMS="many").num_items == 5
+
+
+def test_an_empty_variable_counts_as_unset():
+    assert parse(TWOSTROKE_NUM_ITEMS="").num_items == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "words"),
+    [
+        (("--num-items", "many"), {}, ["--num-items", "'many'", "whole number"]),
+        ((), {"TWOSTROKE_NUM_ITEMS": "1.5"}, ["TWOSTROKE_NUM_ITEMS", "'1.5'", "whole number"]),
+        ((), {"TWOSTROKE_TIMEOUT_S": "soon"}, ["TWOSTROKE_TIMEOUT_S", "'soon'", "a number"]),
+        (("--color", "blue"), {}, ["--color", "'blue'", "red, green"]),
+        ((), {"TWOSTROKE_COLOR": "blue"}, ["TWOSTROKE_COLOR", "'blue'", "red, green"]),
+        ((), {"TWOSTROKE_EAGER": "maybe"}, ["TWOSTROKE_EAGER", "'maybe'", "true or false"]),
+        (("--memory", "4 bananas"), {}, ["--memory", "'4 bananas'", "4GiB"]),
+        (("--num-items", "101"), {}, ["--num-items", "101", "at most 100"]),
+        (("--num-item", "4"), {}, ["--num-item"]),  # no abbreviations: a new option must not change what an old one means
+        (("--derived", "x"), {}, ["--derived"]),
+        (("stray",), {}, ["stray"]),
+    ],
+)
+def test_a_mistake_is_refused_in_one_line_that_names_it(argv, environ, words):
+    with pytest.raises(ConfigError) as caught:
+        parse(*argv, **environ)
+    message = str(caught.value)
+    assert [word for word in words if word not in message] == []
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1073741824", 1 << 30), ("4GiB", 4 << 30), ("512M", 512 << 20), ("1.5kb", 1536), ("2 TiB", 2 << 40), ("0", 0)],
+)
+def test_sizes_are_read_in_powers_of_1024(text, size):
+    assert size_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1G", "4GG", "1e9"])
+def test_what_is_not_a_size_is_refused(text):
+    with pytest.raises(ValueError, match="is not a size"):
+        size_bytes(text)
+
+
+def test_help_names_every_flag_and_its_default_but_no_secret(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse("--help")
+    shown = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert "--num-items" in shown
+    assert "(default: 3)" in shown
+    assert "100% of it" in shown
+    assert "derived" not in shown
+
+
+def test_variables_hand_an_instance_on_whole():
+    assert parse(**to_environ(EVERY_OPTION)) == EVERY_OPTION
+
+
+def test_only_what_differs_from_the_default_is_handed_on():
+    assert to_environ(Options(num_items=9)) == {"TWOSTROKE_NUM_ITEMS": "9"}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--max-num-seqs", "0"],
+        ["--block-size", "12"],
+        ["--gpu-memory-utilization", "1.5"],
+        ["--port", "70000"],
+        ["--tls-cert", "cert.pem"],
+        ["--num-blocks", "0"],
+    ],
+)
+def test_worker_options_out_of_range_are_refused_by_name(argv):
+    with pytest.raises(ConfigError, match=argv[0]):
+        parse_config(WorkerConfig, argv, "prog", {})
+
+
+def up(*argv: str, **environ: str) -> UpConfig:
+    return parse_config(UpConfig, argv, "twostroke up", environ)
+
+
+@pytest.mark.parametrize(
+    ("argv", "counts"),
+    [
+        ([], (1, 1, 0)),
+        (["--prefill", "2", "--decode", "3"], (2, 3, 0)),
+        (["--colocated", "2"], (0, 0, 2)),
+        (["--prefill", "0"], (0, 1, 0)),
+        (["--colocated", "1", "--prefill", "1", "--decode", "1"], (1, 1, 1)),
+    ],
+)
+def test_up_counts_its_workers(argv, counts):
+    config = up(*argv)
+    assert (config.num_prefill, config.num_decode, config.colocated) == counts
+    assert config.num_workers == sum(counts)
+
+
+@pytest.mark.parametrize("argv", [["--decode", "0"], ["--decode", "-1"], ["--colocated", "-1"]])
+def test_up_refuses_counts_with_which_nobody_generates(argv):
+    with pytest.raises(ConfigError, match=argv[0]):
+        up(*argv)
+
+
+def test_up_hands_every_worker_flag_on():
+    config = up("--dtype", "float32", "--max-num-seqs", "4", "--port", "9000", "--host", "0.0.0.0", TWOSTROKE_BLOCK_SIZE="32")
+    worker = config.worker(worker_id="decode-0", redis_url="unix:///x")
+    again = parse_config(WorkerConfig, [], "prog", to_environ(worker))
+    assert again == worker
+    assert (again.dtype, again.max_num_seqs, again.block_size) == ("float32", 4, 32)
+    assert (again.host, again.port) == ("127.0.0.1", 0)  # the HTTP address is the router's

@@ -1,0 +1,225 @@
+"""Supervised processes, with tiny Python children: starts, restarts, giving up, and ends of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.local.child import ChildSpec
+from services.local.placement import Placement, place, usable_gpus
+from services.local.supervisor import ChildFailed, Policy, Supervisor, describe_exit
+from shared.errors import ConfigError
+
+QUICK = Policy(first_delay_s=0.01, longest_delay_s=0.02, stop_stage_s=0.5, stop_s=1.0)
+READY = "from shared.readiness import *; import os, sys, time, signal, subprocess; "
+SERVE = READY + "notify_ready(); signal.pause()"
+
+
+class Recorder:
+    """An observer that remembers, and can be waited on."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str, str]] = []  # kind, child, text
+        self._changed = asyncio.Event()
+
+    def progress(self, name: str, text: str) -> None:
+        self._add("progress", name, text)
+
+    def ready(self, name: str, elapsed_s: float) -> None:
+        self._add("ready", name, "")
+
+    def printed(self, name: str, line: str) -> None:
+        self._add("printed", name, line)
+
+    def ended(self, name: str, reason: str, restart_in_s: float) -> None:
+        self._add("ended", name, reason)
+
+    def of(self, kind: str, name: str) -> list[str]:
+        return [text for k, n, text in self.events if (k, n) == (kind, name)]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _add(self, *event: str) -> None:
+        self.events.append(event)  # type: ignore[arg-type]
+        self._changed.set()
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Callable[..., ChildSpec]:
+    def make(name: str, script: str, **options: object) -> ChildSpec:
+        environ = {**os.environ, "PYTHONPATH": os.getcwd()}
+        return ChildSpec(name, (sys.executable, "-c", script), environ, tmp_path / f"{name}.log", **options)  # type: ignore[arg-type]
+
+    return make
+
+
+async def test_start_returns_when_every_child_is_ready_and_reports_progress_before(recorder, child, tmp_path):
+    supervisor = Supervisor(recorder, QUICK)
+    await supervisor.start(
+        [
+            child("a", READY + "notify_progress('loading\\n it'); print('hello', flush=True); notify_ready(); signal.pause()"),
+            child("b", SERVE),
+        ]
+    )
+    assert {name for kind, name, _ in recorder.events if kind == "ready"} == {"a", "b"}
+    assert recorder.of("progress", "a") == ["loading it"]
+    await supervisor.stop()
+    assert (tmp_path / "a.log").read_text() == "hello\n"
+
+
+async def test_a_child_without_a_readiness_pipe_is_ready_when_it_prints_its_text(recorder, child):
+    supervisor = Supervisor(recorder, QUICK)
+    await supervisor.start([child("a", "print('now I accept', flush=True); import signal; signal.pause()", ready_text="I accept")])
+    assert recorder.of("printed", "a") == ["now I accept"]
+    await supervisor.stop()
+
+
+async def test_a_child_that_dies_is_started_again(recorder, child):
+    supervisor = Supervisor(recorder, QUICK)
+    await supervisor.start([child("a", READY + "print(os.getpid(), flush=True); notify_ready(); signal.pause()")])
+    watch = asyncio.create_task(supervisor.watch())
+    os.kill(int(recorder.of("printed", "a")[0]), signal.SIGKILL)
+    await recorder.until(lambda: len(recorder.of("ready", "a")) == 2)
+    assert recorder.of("ended", "a")[0].startswith("killed by SIGKILL")
+    first, second = recorder.of("printed", "a")
+    assert first != second
+    await supervisor.stop()
+    await watch
+
+
+async def test_a_child_that_never_gets_ready_is_given_up_with_its_last_words(recorder, child):
+    supervisor = Supervisor(recorder, QUICK)
+    with pytest.raises(ChildFailed, match=r"bad ended 3 times before it was ready \(exit code 1: ValueError: broken\).*bad\.log"):
+        await supervisor.start([child("good", SERVE), child("bad", "raise ValueError('broken')")])
+    await supervisor.stop()
+    assert len(recorder.of("ended", "bad")) == 2
+
+
+async def test_exit_code_2_ends_the_start_at_once_with_the_childs_own_line(recorder, child):
+    supervisor = Supervisor(recorder, QUICK)
+    script = "import sys; print('error: no such model', file=sys.stderr); sys.exit(2)"
+    with pytest.raises(ConfigError, match=r"^a: no such model$"):
+        await supervisor.start([child("a", script)])
+    await supervisor.stop()
+    assert recorder.of("ended", "a") == []
+
+
+async def test_a_kill_before_readiness_is_reported_as_too_little_memory(recorder, child):
+    supervisor = Supervisor(recorder, QUICK)
+    with pytest.raises(ConfigError, match="too little memory"):
+        await supervisor.start([child("a", "import os; os.kill(os.getpid(), 9)")])
+    await supervisor.stop()
+
+
+async def test_stop_asks_stage_by_stage_and_kills_who_does_not_listen_within_the_deadline(recorder, child):
+    supervisor = Supervisor(recorder, QUICK)
+    polite = READY + "signal.signal(15, lambda *_: sys.exit(print('bye', flush=True))); notify_ready(); signal.pause()"
+    deaf = READY + "signal.signal(15, signal.SIG_IGN); notify_ready(); [signal.pause() for _ in iter(int, 1)]"
+    await supervisor.start([child("late", polite, stop_stage=2), child("deaf", deaf, stop_stage=1), child("early", polite)])
+    started_s = time.monotonic()
+    await supervisor.stop()
+    elapsed_s = time.monotonic() - started_s
+    assert QUICK.stop_stage_s <= elapsed_s < QUICK.stop_s + 0.5
+    assert [name for kind, name, text in recorder.events if text == "bye"] == ["early", "late"]
+
+
+async def test_stop_during_the_wait_before_a_restart_does_not_start_it_again(recorder, child):
+    supervisor = Supervisor(recorder, Policy(first_delay_s=60.0))
+    await supervisor.start([child("a", READY + "notify_ready(); sys.exit(5)")])
+    await recorder.until(lambda: bool(recorder.of("ended", "a")))
+    await asyncio.wait_for(supervisor.stop(), 1.0)
+    assert len(recorder.of("ready", "a")) == 1
+
+
+async def test_what_a_child_leaves_behind_ends_with_it(recorder, child):
+    supervisor = Supervisor(recorder, Policy(first_delay_s=60.0))
+    leave = READY + "p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); notify_ready(); sys.exit(3)"
+    await supervisor.start([child("a", leave)])
+    await recorder.until(lambda: bool(recorder.of("ended", "a")))
+    await supervisor.stop()
+    _assert_ends(int(recorder.of("printed", "a")[0]))
+
+
+def test_killing_the_supervisor_kills_its_children(tmp_path):
+    script = (
+        "import asyncio, sys, signal; from pathlib import Path; from tests.unit.test_supervisor import *;\n"
+        "class Show(Recorder):\n  def printed(self, name, line): print(line, flush=True)\n"
+        "async def main():\n"
+        f"  path = Path({str(tmp_path)!r}) / 'log'\n"
+        "  command = (sys.executable, '-c', 'import os, signal; print(os.getpid(), flush=True); signal.pause()')\n"
+        "  await Supervisor(Show()).start([ChildSpec('a', command, dict(os.environ), path)])\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        pid = int(supervisor.stdout.readline())
+        supervisor.kill()
+        _assert_ends(pid)
+
+
+async def test_a_child_stays_on_its_cores(recorder, child):
+    supervisor = Supervisor(recorder, QUICK)
+    core = max(os.sched_getaffinity(0))
+    script = READY + "print(os.sched_getaffinity(0), flush=True); notify_ready(); signal.pause()"
+    await supervisor.start([child("a", script, cpus=(core,))])
+    await recorder.until(lambda: bool(recorder.of("printed", "a")))
+    assert recorder.of("printed", "a") == [f"{{{core}}}"]
+    await supervisor.stop()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(1, "exit code 1"), (-9, "killed by SIGKILL"), (-34, "killed by SIGRTMIN"), (-40, "killed by signal 40")]
+)
+def test_an_exit_is_described_in_words(code, words):
+    assert describe_exit(code) == words
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "cpus", "shares"),
+    [
+        (2, (0, 1), [(0,), (1,)]),
+        (2, (0, 1, 2, 3, 4), [(0, 1, 2), (3, 4)]),
+        (3, (4, 6), [(4,), (6,), (4,)]),
+        (1, (0, 1), [(0, 1)]),
+        (2, (), [(), ()]),
+    ],
+)
+def test_workers_share_out_the_cores(num_workers, cpus, shares):
+    assert [place.cpus for place in place(num_workers, cpus, ())] == shares
+
+
+def test_workers_take_turns_on_gpus_and_know_how_many_share_one():
+    assert place(3, (0, 1), ("0", "1")) == [Placement((), "0", 2), Placement((), "1", 1), Placement((), "0", 2)]
+
+
+def test_gpus_are_those_the_environment_shows_and_none_for_device_cpu():
+    assert usable_gpus("auto", {"CUDA_VISIBLE_DEVICES": "3,5"}) == ("3", "5")
+    assert usable_gpus("auto", {"CUDA_VISIBLE_DEVICES": ""}) == ()
+    assert usable_gpus("cpu", {"CUDA_VISIBLE_DEVICES": "3"}) == ()
+
+
+def _assert_ends(pid: int) -> None:
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    ended, _, _ = select.select([handle], [], [], 5.0)
+    os.close(handle)
+    assert ended

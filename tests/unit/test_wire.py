@@ -1,0 +1,86 @@
+"""What goes over the wire comes out as it went in."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared import wire
+from shared.errors import InvalidRequest
+from shared.request import FinishReason, Output, Request, SamplingParams, Token
+from shared.rpc import control_pb2, sequence_pb2
+
+TOKEN_IDS = st.integers(0, 2**31 - 1)
+FLOATS = st.floats(-100.0, 100.0, width=32)  # float32 on the wire
+
+SAMPLING = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 2**20),
+    temperature=st.floats(0.0, 100.0, width=32),
+    top_k=st.integers(0, 2**20),
+    top_p=st.floats(0.125, 1.0, width=32),
+    min_p=st.floats(0.0, 1.0, width=32),
+    seed=st.integers(0, 2**64 - 1),
+    presence_penalty=st.floats(-2.0, 2.0, width=32),
+    frequency_penalty=st.floats(-2.0, 2.0, width=32),
+    repetition_penalty=st.floats(0.125, 10.0, width=32),
+    stop_token_ids=st.lists(TOKEN_IDS, max_size=4).map(tuple),
+    min_tokens=st.integers(0, 1),
+    num_logprobs=st.none() | st.integers(0, 20),
+    logit_bias=st.dictionaries(TOKEN_IDS, FLOATS, max_size=4),
+    n=st.integers(1, 128),
+)
+TOKENS = st.builds(
+    Token,
+    index=st.integers(0, 2**20),
+    token_id=TOKEN_IDS,
+    logprob=st.none() | FLOATS,
+    top_logprobs=st.lists(st.tuples(TOKEN_IDS, FLOATS), max_size=3).map(tuple),
+)
+
+
+@settings(max_examples=40)
+@given(SAMPLING)
+def test_sampling_comes_back(sampling):
+    message = sequence_pb2.SamplingParams.FromString(wire.sampling_to_wire(sampling).SerializeToString())
+    assert wire.sampling_from_wire(message) == sampling
+
+
+@settings(max_examples=40)
+@given(st.lists(TOKEN_IDS, min_size=1, max_size=20), st.data(), SAMPLING, st.text(max_size=8))
+def test_a_request_comes_back(token_ids, data, sampling, salt):
+    request = Request("r-1", token_ids, data.draw(st.integers(1, len(token_ids))), sampling, salt)
+    message = sequence_pb2.Sequence.FromString(wire.request_to_wire(request).SerializeToString())
+    assert wire.request_from_wire(message) == request
+
+
+@settings(max_examples=40)
+@given(st.lists(TOKENS, max_size=3).map(tuple), st.none() | st.sampled_from(FinishReason), st.integers(0, 127), st.integers(0, 999))
+def test_an_output_comes_back(tokens, reason, choice, num_cached_tokens):
+    output = Output("r-1", choice, tokens, reason, num_cached_tokens)
+    message = control_pb2.GenerateReply.FromString(wire.output_to_wire(output).SerializeToString())
+    assert wire.output_from_wire("r-1", message.tokens) == output
+
+
+def test_no_logprobs_and_zero_logprobs_are_different_wishes():
+    for num_logprobs in (None, 0):
+        message = wire.sampling_to_wire(SamplingParams(num_logprobs=num_logprobs))
+        assert wire.sampling_from_wire(message).num_logprobs == num_logprobs
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"request_id": ""}, "request_id"),
+        ({"num_prompt_tokens": 0}, "prompt"),
+        ({"num_prompt_tokens": 4}, "prompt"),
+        ({"sampling": sequence_pb2.SamplingParams()}, "max_tokens"),  # a peer that sent nothing
+    ],
+)
+def test_a_malformed_message_is_the_senders_mistake_by_name(change, param):
+    message = wire.request_to_wire(Request("r-1", [1, 2, 3], 3, SamplingParams()))
+    fields = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    with pytest.raises(InvalidRequest) as caught:
+        wire.request_from_wire(sequence_pb2.Sequence(**fields | change))
+    assert caught.value.param == param
