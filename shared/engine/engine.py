@@ -150,8 +150,7 @@ class Engine:
             num_preemptions = self._scheduler.num_preemptions
             plan = self._scheduler.schedule()
         if not plan.scheduled:
-            self._wait_for_change()
-            return True
+            return True  # a preemption made room and nothing else happened: look again
         self._announce_first_chunks(plan)
         started = time.perf_counter()
         try:
@@ -169,12 +168,6 @@ class Engine:
         self._prefill_rate.observe(plan, executed - started)
         metrics.observe_step(plan, executed - started, time.perf_counter() - begin)
         return True
-
-    def _wait_for_change(self) -> None:
-        """Work exists but none of it can run now (blocks are reserved or held): only a caller can change that."""
-        with self._wake:
-            if not self._stopping:
-                self._wake.wait(timeout=1.0)
 
     def _announce_first_chunks(self, plan: Plan) -> None:
         """Tells who ships a prompt that it is being computed now, so that opening the transfer overlaps the first chunk."""

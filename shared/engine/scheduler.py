@@ -156,12 +156,16 @@ class Scheduler:
 
     def discard(self, plan: Plan) -> None:
         """The step failed and counts for nothing: those in it that have been aborted give their blocks back, the others are due
-        again."""
+        again. One of these whose block was to be copied starts over, because nobody knows whether the copy was made."""
         assert plan is self._in_flight, "this plan is not in flight"
         self._in_flight = Plan()
-        for item in plan.scheduled:
-            if item.sequence.status is Status.FINISHED:
-                self.blocks.free(item.sequence)
+        targets = {target for _, target in plan.copies}
+        for item in reversed(plan.scheduled):  # newest first, so that the oldest ends up at the head of the queue
+            sequence = item.sequence
+            if sequence.status is Status.FINISHED:
+                self.blocks.free(sequence)
+            elif not targets.isdisjoint(sequence.block_table):
+                self._preempt(sequence)
 
     # --- what there is
 

@@ -472,6 +472,21 @@ def test_a_failed_step_gives_back_what_was_aborted_and_computes_the_rest_again()
     assert tokens_of(engine.run(), "b") == solo_outputs(request_of("b", 12), 64)[0][0]
 
 
+def test_a_failed_step_whose_copies_were_perhaps_not_made_leaves_outputs_right() -> None:
+    engine = Engine()
+    request = request_of("a", 6, max_tokens=4, n=3)
+    engine.add(request)
+    outputs = [event for event in engine.step()[1] if isinstance(event, Output)]
+    plan = engine.scheduler.schedule()
+    assert len(plan.copies) == 2
+    engine.scheduler.discard(plan)  # the model never saw it
+    engine.scheduler.check()
+    outputs += engine.run()
+    for choice, (expected, _) in enumerate(solo_outputs(request, 64)):
+        assert tokens_of(outputs, "a", choice) == expected
+    assert engine.blocks.num_free_blocks == 32
+
+
 # --- what others read
 
 

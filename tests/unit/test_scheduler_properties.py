@@ -184,9 +184,19 @@ class Traffic:
         assert had_work == bool(plan.scheduled or preempted), "work, but nothing scheduled, or the reverse"
         self._check_plan(plan, decodes)
         self.disturb(aborts)
+        if aborts and self.random.random() < 0.1:
+            self._fail(plan)
+            return
         samples = self.model.execute(plan)
         self.disturb(aborts)
         self._deliver(self.scheduler.update(plan, samples))
+        self.check()
+
+    def _fail(self, plan: Plan) -> None:
+        """The model fails, before or after it has made the copies and written its blocks."""
+        if self.random.random() < 0.5:
+            self.model.execute(plan)
+        self.scheduler.discard(plan)
         self.check()
 
     def _check_plan(self, plan: Plan, decodes: list[Sequence]) -> None:
@@ -286,5 +296,5 @@ def test_every_request_gets_its_own_output_and_all_blocks_come_back(limits: Limi
 
 @SETTINGS
 @given(limits(), st.integers(0, 2**32))
-def test_aborts_at_any_moment_disturb_nobody_else_and_all_blocks_come_back(limits: Limits, seed: int) -> None:
+def test_aborts_and_failed_steps_at_any_moment_disturb_nobody_else_and_all_blocks_come_back(limits: Limits, seed: int) -> None:
     run_to_the_end(Traffic(limits, Random(seed)), aborts=True)
