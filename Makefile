@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up setup model test lint format proto clean
+.PHONY: help up setup model kernels test gpu-check chaos bench-cpu lint format proto clean
 
 help:  ## list these targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -14,13 +14,20 @@ help:  ## list these targets
 up: setup  ## serve on 127.0.0.1:8000; options go into ARGS, as in: make up ARGS="--port 9000"
 	@$(BIN)/twostroke up $(ARGS)
 
-setup: $(VENV)/.installed model  ## what `up` needs: virtual environment and default model
+setup: $(VENV)/.installed  ## what `up` needs: virtual environment, default model, CPU kernels
+	@$(MAKE) --no-print-directory --jobs 2 model kernels
 
 model: $(VENV)/.installed
 	@$(BIN)/python -m shared.models.fetch > /dev/null
 
+kernels: $(VENV)/.installed
+	@$(BIN)/python -m shared.kernels
+
 test: setup $(VENV)/.installed-dev  ## run all tests
 	@$(BIN)/python -m pytest $(ARGS)
+
+gpu-check: setup $(VENV)/.installed-dev  ## test and measure the GPU kernels on this machine's GPU
+	@$(BIN)/python -m bench.gpu_check
 
 lint: $(VENV)/.installed-dev  ## check style and types
 	@$(BIN)/ruff check

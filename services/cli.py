@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -34,6 +35,8 @@ def _run(command: str, argv: Sequence[str]) -> int:
     try:
         if command not in _COMMANDS:
             raise ConfigError(f"there is no command {command!r}; commands are {', '.join(_COMMANDS)}")
+        # An idle engine sleeps: OpenMP's threads must not spin between steps. Read when torch is imported.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         importlib.import_module(_COMMANDS[command][0]).main(argv)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from shared.errors import ConfigError
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # x86 (AVX512_BF16 or AMX) and ARM have dot products of bfloat16 pairs; without them torch converts each product, about ten
@@ -16,7 +18,9 @@ _NATIVE_BFLOAT16 = re.compile(r"^(?:flags|Features)\s*:.*\b(?:avx512_bf16|amx_bf
 
 def choose_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
     """The type that `--dtype` names. "auto" is the checkpoint's on a GPU; on a CPU bfloat16 if it is the checkpoint's and the
-    CPU multiplies it natively, else float32."""
+    CPU multiplies it natively, else float32. Raises ConfigError for what the device cannot do."""
+    if name == "float16" and device.type == "cpu":
+        raise ConfigError("--dtype float16 needs a GPU; on a CPU use bfloat16, float32 or auto")
     if name != "auto":
         return DTYPES[name]
     if checkpoint not in DTYPES.values():

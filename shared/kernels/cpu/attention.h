@@ -1,0 +1,86 @@
+// What both attention kernels share: the call as raw pointers, and the walk over a sequence's paged keys.
+//
+// A KV head's G = Hq / Hkv query heads read the same keys, so each key and value is loaded once for all of them: "rows" below
+// are pairs of query and head that share a KV head.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "scalar.h"
+
+namespace twostroke {
+
+template <typename T>
+struct Attention {
+  const T* q;  // [T, Hq, D]
+  int64_t q_token_stride, q_head_stride;
+  const T* kv;  // [NB, 2, Hkv, BS, D], a layer's view of the pool
+  int64_t block_stride, value_offset;
+  T* out;  // [T, Hq, D]
+  const int32_t* query_starts;
+  const int32_t* context_lens;
+  const int32_t* block_tables;
+  int64_t table_stride;
+  int64_t num_sequences, num_single;
+  int64_t num_heads, num_kv_heads, head_dim, block_size;
+  int64_t window;  // 0: all keys
+  float scale, softcap;  // softcap 0: none
+
+  int64_t group() const { return num_heads / num_kv_heads; }
+
+  // The first key that the query at `position` sees.
+  int64_t first_key(int64_t position) const { return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0; }
+
+  const T* keys(int64_t sequence, int64_t position, int64_t kv_head) const {
+    const int64_t block = block_tables[sequence * table_stride + position / block_size];
+    return kv + block * block_stride + (kv_head * block_size + position % block_size) * head_dim;
+  }
+
+  // The scaled query, in float32.
+  void load_query(int64_t token, int64_t head, float* to) const {
+    const T* from = q + token * q_token_stride + head * q_head_stride;
+#pragma omp simd
+    for (int64_t d = 0; d < head_dim; ++d) to[d] = widen(from[d]) * scale;
+  }
+
+  void store_output(int64_t token, int64_t head, const float* mixed, float factor) const {
+    T* to = out + (token * num_heads + head) * head_dim;
+#pragma omp simd
+    for (int64_t d = 0; d < head_dim; ++d) to[d] = narrow<T>(mixed[d] * factor);
+  }
+
+  void cap(float* scores, int64_t count) const {
+    if (softcap == 0.0f) return;
+    const float inverse = 1.0f / softcap, cap = softcap;
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) scores[i] = cap * tanh_of(scores[i] * inverse);
+  }
+};
+
+inline float max_of(const float* x, int64_t count) {
+  float largest = x[0];
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < count; ++i) largest = x[i] > largest ? x[i] : largest;
+  return largest;
+}
+
+// x[i] = exp(x[i] - largest); returns their sum.
+inline float exp_all(float* x, int64_t count, float largest) {
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < count; ++i) {
+    const float e = exp_nonpositive(x[i] - largest);
+    x[i] = e;
+    sum += e;
+  }
+  return sum;
+}
+
+template <typename T>
+void attend_singles(const Attention<T>& call);
+
+template <typename T>
+void attend_chunks(const Attention<T>& call);
+
+}  // namespace twostroke

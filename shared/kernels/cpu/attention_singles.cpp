@@ -1,0 +1,145 @@
+// Attention of sequences with one query each. The work is reading keys and values once, at the speed of memory:
+//
+//   1  each sequence's keys are cut into splits of 256; a split with its heads is one item of work, so that a single long
+//      sequence keeps all cores busy. The cut depends on nothing but positions: a sequence gets the same values in any batch
+//   2  an item scores all its keys, takes their softmax, and mixes the values: a partial output with its maximum and sum
+//   3  the partials of a sequence are merged, weighted by exp(maximum - overall maximum) (the split-KV scheme of Flash-Decoding)
+#include <vector>
+
+#include "attention.h"
+#include "tiles.h"
+#include "work.h"
+
+namespace twostroke {
+namespace {
+
+constexpr int64_t kSplit = 256;
+
+struct Split {
+  int64_t sequence, first, last;  // keys first .. last - 1
+};
+
+// body(position, count) for each run of keys that lie in one block.
+template <typename T, typename Body>
+void for_each_run(const Attention<T>& call, const Split& split, const Body& body) {
+  for (int64_t position = split.first; position < split.last;) {
+    const int64_t count = std::min(call.block_size - position % call.block_size, split.last - position);
+    body(position, count);
+    position += count;
+  }
+}
+
+// Calls body(key index within the split, keys, count) for each few keys of one head that lie in one block, and meanwhile fetches as
+// many of the sequence's next block: blocks lie anywhere, and no hardware prefetcher follows a block table. A few at a time, since
+// the queue of outstanding reads is short. `offset` is where in a block to read: 0 for keys, value_offset for values.
+template <int64_t FEW, typename T, typename Body>
+void for_each_few(
+    const Attention<T>& call, const Split& split, int64_t position, int64_t count, int64_t kv_head, int64_t offset,
+    const Body& body) {
+  constexpr int64_t line = 64 / sizeof(T);
+  const int64_t dim = call.head_dim, next = position + count;
+  const T* here = call.keys(split.sequence, position, kv_head) + offset;
+  const T* ahead = next < split.last ? call.keys(split.sequence, next, kv_head) + offset : nullptr;
+  for (int64_t j = 0; j < count; j += FEW) {
+    if (ahead != nullptr)
+      for (int64_t i = j * dim; i < (j + FEW) * dim; i += line) __builtin_prefetch(ahead + i);
+    body(position - split.first + j, here + j * dim, std::min(FEW, count - j));
+  }
+}
+
+// partial [Hq, D + 2]: the unnormalized output, the largest score, the sum of exponentials.
+template <typename T>
+void attend_split(const Attention<T>& call, const Split& split, int64_t kv_head_begin, int64_t kv_head_end, float* partial) {
+  const int64_t group = call.group(), dim = call.head_dim, size = dim + 2;
+  const int64_t head_begin = kv_head_begin * group, num_rows = (kv_head_end - kv_head_begin) * group;
+  static thread_local Scratch scratch;
+  float* queries = scratch.at_least(num_rows * (dim + kSplit));
+  float* scores = queries + num_rows * dim;
+  for (int64_t r = 0; r < num_rows; ++r) call.load_query(split.sequence, head_begin + r, queries + r * dim);
+  for_each_run(call, split, [&](int64_t position, int64_t count) {
+    for (int64_t h = kv_head_begin; h < kv_head_end; ++h) {
+      const int64_t r = (h - kv_head_begin) * group;
+      for_each_few<4>(call, split, position, count, h, 0, [&](int64_t index, const T* keys, int64_t few) {
+        dot_rows(queries + r * dim, group, dim, keys, few, dim, dim, scores + r * kSplit + index, kSplit);
+      });
+    }
+  });
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const int64_t count = split.last - split.first;
+    float *row = scores + r * kSplit, *mixed = partial + (head_begin + r) * size;
+    call.cap(row, count);
+    std::fill_n(mixed, dim, 0.0f);
+    mixed[dim] = max_of(row, count);
+    mixed[dim + 1] = exp_all(row, count, mixed[dim]);
+  }
+  for_each_run(call, split, [&](int64_t position, int64_t count) {
+    for (int64_t h = kv_head_begin; h < kv_head_end; ++h) {
+      const int64_t r = (h - kv_head_begin) * group;
+      float* mixed = partial + (head_begin + r) * size;
+      for_each_few<8>(call, split, position, count, h, call.value_offset, [&](int64_t index, const T* values, int64_t few) {
+        add_products(scores + r * kSplit + index, group, kSplit, few, values, dim, dim, mixed, size);
+      });
+    }
+  });
+}
+
+// partials [num_splits, Hq, D + 2]; the result replaces the first of them.
+template <typename T>
+void merge(const Attention<T>& call, int64_t sequence, int64_t head, float* partials, int64_t num_splits) {
+  const int64_t dim = call.head_dim, size = dim + 2, stride = call.num_heads * size;
+  float* total = partials + head * size;
+  float largest = total[dim];
+  for (int64_t i = 1; i < num_splits; ++i) largest = std::max(largest, total[i * stride + dim]);
+  float sum = 0.0f;
+  for (int64_t i = 0; i < num_splits; ++i) {
+    const float* part = total + i * stride;
+    const float factor = exp_nonpositive(part[dim] - largest);
+    sum += factor * part[dim + 1];
+#pragma omp simd
+    for (int64_t d = 0; d < dim; ++d) total[d] = (i == 0 ? 0.0f : total[d]) + factor * part[d];
+  }
+  call.store_output(sequence, head, total, 1.0f / sum);
+}
+
+}  // namespace
+
+template <typename T>
+void attend_singles(const Attention<T>& call) {
+  static thread_local std::vector<Split> splits;
+  static thread_local std::vector<int64_t> first_split;  // of each sequence, and the end
+  splits.clear();
+  first_split.assign(1, 0);
+  for (int64_t s = 0; s < call.num_single; ++s) {
+    const int64_t num_keys = call.context_lens[s];
+    for (int64_t first = call.first_key(num_keys - 1), last; first < num_keys; first = last) {
+      last = std::min((first / kSplit + 1) * kSplit, num_keys);
+      splits.push_back({s, first, last});
+    }
+    first_split.push_back(splits.size());
+  }
+  static thread_local Scratch scratch;
+  const int64_t partial_size = call.num_heads * (call.head_dim + 2);
+  float* partials = scratch.at_least(splits.size() * partial_size);
+  const std::vector<Split>& work = splits;  // thread_local names mean other objects inside the threads' bodies
+  const std::vector<int64_t>& starts = first_split;
+  // All heads at once read a block in one run; a head at a time only where there are too few items to share.
+  const bool by_head = int64_t(work.size()) < 4 * at::get_num_threads();
+  const int64_t heads_per_item = by_head ? 1 : call.num_kv_heads, items_per_split = call.num_kv_heads / heads_per_item;
+  for_each_item(work.size() * items_per_split, [&](int64_t item) {
+    const int64_t split = item / items_per_split, head = item % items_per_split * heads_per_item;
+    attend_split(call, work[split], head, head + heads_per_item, partials + split * partial_size);
+  });
+  constexpr int64_t kFloatsPerThread = 32768;
+  const int64_t grain = std::max<int64_t>(1, kFloatsPerThread * call.num_single / (int64_t(work.size()) * call.head_dim));
+  at::parallel_for(0, call.num_single * call.num_heads, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t s = i / call.num_heads;
+      merge(call, s, i % call.num_heads, partials + starts[s] * partial_size, starts[s + 1] - starts[s]);
+    }
+  });
+}
+
+template void attend_singles(const Attention<float>&);
+template void attend_singles(const Attention<BFloat16>&);
+
+}  // namespace twostroke

@@ -1,0 +1,37 @@
+"""Linear layers on the CPU, against float64 products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.cpu_cases import DTYPES, cpu_kernels
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 7, 64, 65, 100])
+@pytest.mark.parametrize(("size", "num_outputs"), [(576, 960), (64, 7), (45, 1030)])
+def test_linear_equals_the_product_in_double_precision(size: int, num_outputs: int, num_rows: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    x, weight, bias = (
+        torch.randn(*s, generator=generator).to(dtype) for s in ((num_rows, size), (num_outputs, size), (num_outputs,))
+    )
+    packed = cpu_kernels().pack_linear(weight)
+    plain = x.double() @ weight.double().T
+    tolerance = {"atol": 1e-4, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 2e-2, "rtol": 2**-7}
+    torch.testing.assert_close(cpu_kernels().linear(x, packed), plain.to(dtype), **tolerance)
+    torch.testing.assert_close(cpu_kernels().linear(x, packed, bias), (plain + bias.double()).to(dtype), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_gets_the_same_bits_with_up_to_63_others(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*s, generator=generator).to(dtype) for s in ((64, 200), (50, 200)))
+    packed = cpu_kernels().pack_linear(weight)
+    together = cpu_kernels().linear(x, packed)
+    for num_rows in (1, 2, 3, 4, 5, 7, 31, 63):
+        assert torch.equal(cpu_kernels().linear(x[:num_rows], packed), together[:num_rows])
+
+
+def test_no_rows_give_no_rows() -> None:
+    assert cpu_kernels().linear(torch.zeros(0, 16), torch.zeros(4, 16)).shape == (0, 4)
