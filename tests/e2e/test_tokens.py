@@ -97,7 +97,7 @@ def test_colocated_tokens_equal_transformers(
     for prompt, tokens in zip(prompts, cold, strict=True):
         assert len(tokens) == NUM_OUTPUT_TOKENS
         reference.assert_greedy(prompt, tokens)
-    for index in (0, 3, 7, 20):
+    for index in (0, 3, 6, 20):
         assert cold[index] == reference.generate(prompts[index], NUM_OUTPUT_TOKENS)
 
 
