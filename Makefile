@@ -6,10 +6,10 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up setup model kernels test gpu-check chaos bench-cpu lint format proto clean
+.PHONY: help up setup model kernels test bench bench-cpu gpu-check chaos lint format proto clean
 
 help:  ## list these targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 up: setup  ## serve on 127.0.0.1:8000; options go into ARGS, as in: make up ARGS="--port 9000"
 	@$(BIN)/twostroke up $(ARGS)
@@ -25,6 +25,12 @@ kernels: $(VENV)/.installed
 
 test: setup $(VENV)/.installed-dev  ## run all tests
 	@$(BIN)/python -m pytest $(ARGS)
+
+bench: setup  ## measure a running server; options go into ARGS: make bench ARGS="--url http://host:8000"
+	@$(BIN)/twostroke bench $(ARGS)
+
+bench-cpu: setup  ## the same work on every engine of this machine, one after another
+	@$(BIN)/twostroke bench compare $(ARGS)
 
 gpu-check: setup $(VENV)/.installed-dev  ## test and measure the GPU kernels on this machine's GPU
 	@$(BIN)/python -m bench.gpu_check
