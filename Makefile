@@ -9,7 +9,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 .PHONY: help up setup model kernels test bench bench-cpu gpu-check chaos lint format proto clean
 
 help:  ## list these targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 up: setup  ## serve on 127.0.0.1:8000; options go into ARGS, as in: make up ARGS="--port 9000"
 	@$(BIN)/twostroke up $(ARGS)

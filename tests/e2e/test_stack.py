@@ -6,13 +6,15 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import grpc.aio
 import httpx
 import openai
+import psutil
 import pytest
+import pytest_asyncio
 import redis
 from transformers import AutoTokenizer
 
@@ -38,9 +40,10 @@ def running(folder: Path) -> Iterator[Stack]:
         yield made
 
 
-@pytest.fixture
-async def client(running: Stack) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", timeout=280, max_retries=0)
+@pytest_asyncio.fixture
+async def client(running: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", timeout=280, max_retries=0) as made:
+        yield made
 
 
 def model_of(running: Stack) -> str:
@@ -99,8 +102,6 @@ async def assert_baseline(running: Stack) -> None:
 
 
 def redis_url_of(running: Stack) -> str:
-    import psutil
-
     return psutil.Process(running.pid_of("router")).environ()["TWOSTROKE_REDIS_URL"]
 
 

@@ -1,0 +1,115 @@
+"""One whole decode step of a model with the shape of Llama 3 8B and random weights, captured as a CUDA graph, against its floor:
+the time that the device's copy rate would take for the bytes that the step must read (all weights once, each sequence's KV)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bench.gpu_kernels import Rows, fits, shuffled_batch
+from bench.gpu_timing import seconds
+from shared.kernels.interface import SamplingBatch
+from shared.kernels.triton import TritonKernels
+from shared.models.config import ModelConfig, from_transformers
+from shared.models.decoder import Decoder, Layer, Linear, Weights
+from shared.models.rope import cos_sin_table
+
+DTYPE = torch.bfloat16
+BLOCK_SIZE = 16
+BATCHES_AND_CONTEXTS = ((1, 1024), (16, 1024), (64, 1024), (64, 4096), (256, 1024))
+MAX_MODEL_LEN = 8192
+
+
+def decode_steps(copy_bytes_per_s: float) -> Rows:
+    config = _llama_3_8b()
+    model, weight_bytes = _random_decoder(config)
+    rows: Rows = []
+    for batch_size, context_len in BATCHES_AND_CONTEXTS:
+        kv_bytes = batch_size * context_len * 2 * config.num_layers * config.num_kv_heads * config.head_dim * DTYPE.itemsize
+        if not fits(kv_bytes):
+            continue
+        elapsed_s = _step_seconds(model, batch_size, context_len)
+        floor_s = (weight_bytes + kv_bytes) / copy_bytes_per_s
+        rows.append(
+            {
+                "batch": batch_size,
+                "context": context_len,
+                "ms": elapsed_s * 1e3,
+                "floor ms": floor_s * 1e3,
+                "of floor": elapsed_s / floor_s,
+                "tokens/s": batch_size / elapsed_s,
+            }
+        )
+    return rows
+
+
+def _llama_3_8b() -> ModelConfig:
+    from transformers import LlamaConfig
+
+    return from_transformers(
+        LlamaConfig(
+            architectures=["LlamaForCausalLM"],
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            vocab_size=128256,
+            max_position_embeddings=MAX_MODEL_LEN,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def _random_decoder(config: ModelConfig) -> tuple[Decoder, int]:
+    """The model, and the bytes of weights that a step reads (all but the embedding)."""
+    hidden, heads_size = config.hidden_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    sizes: list[int] = []
+
+    def matrix(num_rows: int, num_columns: int) -> Linear:
+        sizes.append(num_rows * num_columns * DTYPE.itemsize)
+        return Linear(kernels.pack_linear(_random(num_rows, num_columns)))
+
+    kernels = TritonKernels()
+    ones = torch.ones(hidden, dtype=DTYPE, device="cuda")
+    layers = [
+        Layer(
+            input_norm=ones,
+            qkv=matrix(heads_size, hidden),
+            q_norm=None,
+            k_norm=None,
+            o=matrix(hidden, config.num_heads * config.head_dim),
+            mlp_norm=ones,
+            gate_up=matrix(2 * config.intermediate_size, hidden),
+            down=matrix(hidden, config.intermediate_size),
+        )
+        for _ in range(config.num_layers)
+    ]
+    weights = Weights(
+        embed=_random(config.vocab_size, hidden),
+        layers=tuple(layers),
+        norm=ones,
+        head=matrix(config.vocab_size, hidden),
+        cos_sin=cos_sin_table(config.inv_freq, config.rope_scale, MAX_MODEL_LEN, torch.device("cuda")),
+    )
+    return Decoder(config, weights, kernels), sum(sizes)
+
+
+def _random(num_rows: int, num_columns: int) -> Tensor:
+    return torch.empty(num_rows, num_columns, dtype=DTYPE, device="cuda").normal_(std=num_columns**-0.5)
+
+
+@torch.inference_mode()
+def _step_seconds(model: Decoder, batch_size: int, context_len: int) -> float:
+    """Forward pass, logits and greedy sampling."""
+    config = model.config
+    num_blocks = 1 + batch_size * -(-context_len // BLOCK_SIZE)
+    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    kv = torch.zeros(shape, dtype=DTYPE, device="cuda")
+    batch = shuffled_batch(batch_size, 1, context_len, num_blocks)
+    token_ids = torch.arange(batch_size, device="cuda")
+    off, on = torch.zeros(batch_size, device="cuda"), torch.ones(batch_size, device="cuda")
+    greedy = SamplingBatch(off, torch.zeros_like(token_ids), on, off, off, all_greedy=True, needs_filter=False)
+    return seconds(lambda: model.kernels.sample(model.logits(model.forward(token_ids, kv, batch)), greedy), num_runs=10)
