@@ -10,9 +10,10 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from shared.errors import ConfigError, Internal, TwostrokeError
+from shared.errors import ConfigError, Internal, InvalidRequest, TwostrokeError
 from shared.grpc_errors import status_of
 from shared.worker_config import TlsConfig
 
@@ -26,6 +27,7 @@ _OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.http2.ping_timeout_ms", 1000),  # a minute by default, and it is this timer that counts
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
@@ -113,18 +115,51 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or method.startswith("/grpc.health."):
             return handler
-        codecs = (handler.request_deserializer, handler.response_serializer)
+        codecs = (_parser(handler.request_deserializer), handler.response_serializer)
         if handler.unary_stream:
             return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, method), *codecs)
         if handler.stream_unary:
-            return grpc.stream_unary_rpc_method_handler(_guard_unary(handler.stream_unary, method), *codecs)
+            return grpc.stream_unary_rpc_method_handler(_guard_unary(_checked(handler.stream_unary), method), *codecs)
         return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, method), *codecs)
+
+
+class _Malformed:
+    """Stands for bytes that are no message, up to where an error can be answered: gRPC itself would call it UNKNOWN."""
+
+
+def _parser(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return _Malformed()
+
+    return parse
+
+
+def _well_formed(request: Any) -> Any:
+    if isinstance(request, _Malformed):
+        raise InvalidRequest("the message cannot be parsed")
+    return request
+
+
+def _checked(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """A handler of a stream of requests, which ends with InvalidRequest at the first one that is no message."""
+
+    async def well_formed(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for request in requests:
+            yield _well_formed(request)
+
+    async def checked(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        return await call(well_formed(requests), context)
+
+    return checked
 
 
 def _guard_unary(call: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            return await call(request, context)
+            return await call(_well_formed(request), context)
         except Exception as error:
             await _abort(context, error, method)
 
@@ -134,7 +169,7 @@ def _guard_unary(call: Callable[..., Awaitable[Any]], method: str) -> Callable[.
 def _guard_stream(call: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
-            async for reply in call(request, context):
+            async for reply in call(_well_formed(request), context):
                 yield reply
         except Exception as error:
             await _abort(context, error, method)

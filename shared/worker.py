@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +58,27 @@ class Worker:
         self.channels = Channels(config)
         self.streams: Streams[Event] = Streams(asyncio.get_running_loop())
         self.engine = Engine(runner, _scheduler(config, role, runner), self.streams.post)
+        self.transports: tuple[str, ...] = ()  # by which this worker sends or takes blocks
         self._runner = runner
         self._address = ""
+        self._closers: list[Callable[[], Awaitable[None]]] = []
 
     def listens_on(self, port: int) -> None:
         self._address = self.config.advertise or f"{self.config.host}:{port}"
+
+    def host_name(self) -> str:
+        """The name that others reach this host by. Known once the server listens."""
+        return self._address.rpartition(":")[0].strip("[]")
+
+    def at_close(self, closer: Callable[[], Awaitable[None]]) -> None:
+        """Has `closer` awaited by `close`, last registered first."""
+        self._closers.append(closer)
+
+    async def close(self) -> None:
+        """Gives up what connects this worker to others."""
+        while self._closers:
+            await self._closers.pop()()
+        await self.channels.close()
 
     def check_tokens(self, request: Request) -> None:
         """Raises InvalidRequest for ids outside the vocabulary: they would read past the embedding."""
@@ -83,6 +99,7 @@ class Worker:
             num_blocks=self.pool.num_blocks,
             max_model_len=self._runner.max_model_len,
             max_num_seqs=self.config.max_num_seqs,
+            transports=self.transports,
             draining=self.is_draining,
             load=self.engine.load(),
         )
@@ -165,6 +182,6 @@ async def _serve(config: WorkerConfig, role: Role, runner: ModelRunner, services
     except TimeoutError:
         log.warning("drain time is up; the router continues the remaining requests elsewhere")
     await registration.stop()
+    await worker.close()
     await server.stop(grace_s=0.5)
-    await worker.channels.close()
     worker.engine.stop()

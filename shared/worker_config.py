@@ -45,6 +45,11 @@ class WorkerConfig(TlsConfig):
     worker_id: str = option("", "stable name of this worker; default: role, host and port")
     redis_url: str = option("redis://127.0.0.1:6379/0", "Redis or Valkey with registry and prefix index", secret=True)
     metrics_port: int | None = option(None, "serve /metrics on this port; default: off")
+    transport: str = option(
+        "auto",
+        "how KV blocks travel between workers; auto: as both can best",
+        choices=("auto", "shm", "nccl", "gloo", "grpc"),
+    )
     transfer_timeout_s: float = option(30.0, "longest wait for one step of a KV transfer: room, chunk or acknowledgement")
     drain_timeout_s: float = option(30.0, "after SIGTERM, how long running sequences may go on")
     log_level: str = option("info", "least severe messages to log", choices=("debug", "info", "warning", "error"))

@@ -9,13 +9,14 @@ they have finished) and the reservation is given back.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from shared.engine.engine import Engine
 from shared.engine.plan import Event, Failure
 from shared.errors import IncompatiblePeer, Unavailable
-from shared.request import Output
+from shared.request import Output, Request
 from shared.rpc import control_pb2, control_pb2_grpc
 from shared.streams import Streams
 from shared.transfer.receiver import Receiver
@@ -38,11 +39,9 @@ class DecodeService(control_pb2_grpc.DecodeServicer):
         self._worker.check_tokens(request)
         events = self._streams.open(request.request_id)
         transfer_id = message.handoff.transfer_id if message.HasField("handoff") else b""
+        release = None
         try:
-            if transfer_id:
-                self._require_receiver().expect(transfer_id, request)
-            else:
-                self._engine.submit(request)
+            release = self._accept(request, transfer_id)
             yield control_pb2.GenerateReply(accepted=control_pb2.Accepted(boot_id=self._worker.boot_id))
             num_open = request.sampling.n
             while num_open:
@@ -54,11 +53,16 @@ class DecodeService(control_pb2_grpc.DecodeServicer):
                     yield output_to_wire(event)
         finally:
             self._streams.close(request.request_id)
-            if transfer_id and self._receiver is not None:
-                self._receiver.forget(transfer_id)
-            self._engine.abort(request.request_id)
+            if release is not None:
+                release()
 
-    def _require_receiver(self) -> Receiver:
+    def _accept(self, request: Request, transfer_id: bytes) -> Callable[[], object]:
+        """Takes the request on. Returns what gives back all that it holds: for a transfer that is the receiver's to do, which knows
+        whether the sender could still write to the blocks."""
+        if not transfer_id:
+            self._engine.submit(request)
+            return partial(self._engine.abort, request.request_id)
         if self._receiver is None:
             raise IncompatiblePeer("this worker is colocated; it takes no handoff")
-        return self._receiver
+        self._receiver.expect(transfer_id, request)
+        return partial(self._receiver.forget, transfer_id)

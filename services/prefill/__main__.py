@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from services.prefill.server import PrefillService
 from shared.config import parse_config
 from shared.rpc import control_pb2_grpc
+from shared.transfer.setup import make_links
 from shared.worker import Service, Worker, run_worker
 from shared.worker_config import WorkerConfig
 from shared.worker_info import Role
@@ -19,5 +20,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def prefill_services(worker: Worker) -> list[Service]:
-    service = PrefillService(worker, worker.engine, worker.streams, worker.channels)
+    links = make_links(worker.config, worker.pool, worker.host_name)
+    worker.transports = links.transports
+    worker.at_close(links.close)
+    service = PrefillService(worker, worker.engine, worker.streams, worker.channels, links)
     return [Service(control_pb2_grpc.add_PrefillServicer_to_server, service, "twostroke.v1.Prefill")]

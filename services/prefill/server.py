@@ -23,17 +23,19 @@ from shared.request import Output, Token
 from shared.rpc import control_pb2, control_pb2_grpc
 from shared.streams import Streams
 from shared.transfer import metrics
-from shared.transfer.sender import Sender
+from shared.transfer.links import Links
+from shared.transfer.sender import HeadShard, Sender
 from shared.wire import request_from_wire
 from shared.worker import Worker
 
 
 class PrefillService(control_pb2_grpc.PrefillServicer):
-    def __init__(self, worker: Worker, engine: Engine, streams: Streams[Event], channels: Channels) -> None:
+    def __init__(self, worker: Worker, engine: Engine, streams: Streams[Event], channels: Channels, links: Links) -> None:
         self._worker = worker
         self._engine = engine
         self._streams = streams
         self._channels = channels
+        self._links = links
 
     async def Prefill(self, message: control_pb2.PrefillRequest, context: Any) -> control_pb2.PrefillReply:
         if self._worker.is_draining:
@@ -44,7 +46,9 @@ class PrefillService(control_pb2_grpc.PrefillServicer):
             raise InvalidRequest("destination.transfer_id must have 16 bytes", param="transfer_id")
         worker = self._worker
         channel = self._channels.get(message.destination.address)
-        sender = Sender(channel, message.destination, worker.geometry, worker.pool, worker.config.transfer_timeout_s)
+        shards = [HeadShard(worker.pool)]
+        timeout_s = worker.config.transfer_timeout_s
+        sender = Sender(self._links, channel, message.destination, worker.geometry, shards, timeout_s)
         events = self._streams.open(request.request_id)
         try:
             sequence = self._engine.submit(request, hold=True)
@@ -86,7 +90,7 @@ class _Shipment:
         await self._push_up_to(self._num_blocks)
         await self._sender.commit([token for _, token in sorted(first_tokens.items())], self._sequence.num_cached_tokens)
         done_s = time.monotonic()
-        metrics.transfer_seconds.observe(done_s - computed_s)
+        metrics.transfer_seconds.labels(self._sender.transport).observe(done_s - computed_s)
         return control_pb2.PrefillReply(
             num_cached_tokens=self._sequence.num_cached_tokens,
             num_shipped_blocks=self._sender.num_shipped_blocks,

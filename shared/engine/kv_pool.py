@@ -15,7 +15,7 @@ launched after a write sees the write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -23,17 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shared.engine.pool_memory import SharedStorage, Storage, zeroed_storage
 from shared.errors import CorruptTransfer
 from shared.kernels.interface import Kernels
 from shared.models.dtype import DTYPES
 from shared.worker_info import KvGeometry
-
-Storage = Callable[[int, torch.device], Tensor]
-
-
-def zeroed_storage(size_bytes: int, device: torch.device) -> Tensor:
-    """[size_bytes] uint8. Zeroed, which also makes sure that the memory is really there."""
-    return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
 
 
 class KvPool:
@@ -47,6 +41,7 @@ class KvPool:
         self.num_blocks = num_blocks
         self._kernels = kernels
         self._bytes = storage(num_blocks * g.block_bytes, device)
+        self.shared_storage = storage if isinstance(storage, SharedStorage) else None
         self._dtype = DTYPES[g.kv_dtype]
         self.kv = self._bytes.view(self._dtype).view(num_blocks, g.num_layers, 2, g.num_kv_heads, g.block_size, g.head_dim)
 
@@ -60,50 +55,65 @@ class KvPool:
             pairs = torch.tensor(copies, dtype=torch.int64).to(self.kv.device)
             self._kernels.copy_blocks(self.kv, pairs[:, 0], pairs[:, 1])
 
+    @property
+    def host_blocks(self) -> NDArray[np.uint8]:
+        """The bytes of a pool on a CPU, writable: [NB, L, 2, Hkv, bytes of one head's tokens]."""
+        return split_blocks(self._host_bytes(), self.geometry)
+
+    def gather(self, block_ids: Sequence[int]) -> Tensor:
+        """Whole blocks, one after the other: [len(block_ids) * block_bytes] uint8, on the pool's device."""
+        ids = torch.tensor(block_ids, dtype=torch.int64).to(self.kv.device)
+        return self._kernels.gather_blocks(self.kv, ids).view(torch.uint8).flatten()
+
     def read_blocks(self, block_ids: Sequence[int]) -> bytes | memoryview:
         """Whole blocks, one after the other. Waits for the device."""
         if self.kv.device.type == "cpu":
             rows = self._host_bytes().reshape(self.num_blocks, -1)
             return b"".join([rows[b] for b in block_ids])
-        ids = torch.tensor(block_ids, dtype=torch.int64).to(self.kv.device)
-        return self._kernels.gather_blocks(self.kv, ids).cpu().view(torch.uint8).flatten().numpy().data
+        return self.gather(block_ids).cpu().numpy().data
 
     def write_blocks(
         self,
         block_ids: Sequence[int],
-        data: bytes | bytearray | memoryview,
+        data: bytes | bytearray | memoryview | Tensor,
         first_layer: int,
         num_layers: int,
         first_head: int,
         num_heads: int,
     ) -> None:
         """Writes a range of layers and KV heads of some blocks: data is [len(block_ids), num_layers, 2, num_heads, BS, D] in the
-        pool's type. Raises CorruptTransfer, and writes nothing, if a range or the size of `data` is wrong."""
+        pool's type, as bytes or as a flat uint8 tensor on the pool's device. Raises CorruptTransfer, and writes nothing, if a range
+        or the size of `data` is wrong."""
         g = self.geometry
         self._check_range("block", min(block_ids, default=0), max(block_ids, default=0) + 1, 1, self.num_blocks)
         self._check_range("layer", first_layer, first_layer + num_layers, 0, g.num_layers)
         self._check_range("head", first_head, first_head + num_heads, 0, g.num_kv_heads)
         shape = (len(block_ids), num_layers, 2, num_heads, g.block_size * g.head_dim * self._dtype.itemsize)
-        source = np.frombuffer(data, dtype=np.uint8)
-        if len(source) != prod(shape):
+        size_bytes = data.numel() if isinstance(data, Tensor) else len(data)
+        if size_bytes != prod(shape):
             raise CorruptTransfer(
-                f"{len(source)} bytes came for {len(block_ids)} blocks of {num_layers} layers; {prod(shape)} are due"
+                f"{size_bytes} bytes came for {len(block_ids)} blocks of {num_layers} layers; {prod(shape)} are due"
             )
         layers, heads = slice(first_layer, first_layer + num_layers), slice(first_head, first_head + num_heads)
         if self.kv.device.type == "cpu":
-            target = self._host_bytes().reshape(self.num_blocks, g.num_layers, 2, g.num_kv_heads, -1)
+            target = self.host_blocks
+            source = data.numpy() if isinstance(data, Tensor) else np.frombuffer(data, dtype=np.uint8)
             for block_id, block in zip(block_ids, source.reshape(shape), strict=True):
                 target[block_id, layers, :, heads] = block
             return
-        # Pinned memory is what an asynchronous copy needs; its allocator keeps it until the copy is done.
-        staging = torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
-        staging.numpy()[:] = source
-        blocks = staging.to(self.kv.device, non_blocking=True).view(self._dtype).view(*shape[:4], g.block_size, g.head_dim)
+        on_device = data if isinstance(data, Tensor) else self._upload(data)
+        blocks = on_device.view(self._dtype).view(*shape[:4], g.block_size, g.head_dim)
         ids = torch.tensor(block_ids, dtype=torch.int64).to(self.kv.device)
         if blocks.shape[1:] == self.kv.shape[1:]:
             self._kernels.scatter_blocks(self.kv, ids, blocks)
         else:
             self.kv[ids, layers, :, heads] = blocks
+
+    def _upload(self, data: bytes | bytearray | memoryview) -> Tensor:
+        """Pinned memory is what an asynchronous copy needs; its allocator keeps it until the copy is done."""
+        staging = torch.empty(len(data), dtype=torch.uint8, pin_memory=True)
+        staging.numpy()[:] = np.frombuffer(data, dtype=np.uint8)
+        return staging.to(self.kv.device, non_blocking=True)
 
     def _host_bytes(self) -> NDArray[np.uint8]:
         return self._bytes.numpy()
@@ -112,3 +122,10 @@ class KvPool:
     def _check_range(what: str, start: int, stop: int, lowest: int, end: int) -> None:
         if not lowest <= start < stop <= end:
             raise CorruptTransfer(f"{what}s {start}..{stop - 1} are not within {lowest}..{end - 1}")
+
+
+def split_blocks(memory: NDArray[np.uint8], geometry: KvGeometry) -> NDArray[np.uint8]:
+    """The bytes of blocks that lie one after the other, as [num_blocks, L, 2, Hkv, bytes of one head's tokens]. No copy."""
+    g = geometry
+    head_bytes = g.block_bytes // (g.num_layers * 2 * g.num_kv_heads)
+    return memory.reshape(-1, g.num_layers, 2, g.num_kv_heads, head_bytes)

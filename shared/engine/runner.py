@@ -18,6 +18,7 @@ from shared.engine import sizing
 from shared.engine.batch import build_batch
 from shared.engine.kv_pool import KvPool
 from shared.engine.plan import Plan, SampledToken, ScheduledSequence
+from shared.engine.pool_memory import SharedStorage, Storage, zeroed_storage
 from shared.engine.sampler import Sampler
 from shared.engine.sequence import Sequence
 from shared.errors import ConfigError
@@ -89,7 +90,8 @@ def load_runner(config: WorkerConfig, role: Role) -> ModelRunner:
     )
     num_blocks = _num_blocks(config, role, model, geometry, max_model_len, device)
     sizing.check_pool(num_blocks, geometry, max_model_len)
-    runner = ModelRunner(model, KvPool(geometry, num_blocks, device, kernels), max_model_len)
+    storage = _storage(config, role, device)
+    runner = ModelRunner(model, KvPool(geometry, num_blocks, device, kernels, storage), max_model_len)
     runner.execute(_full_plan(runner, num_tokens=2, num_seqs=2))
     log.info(
         "%s on %s: %s, %s kernels, %.0f million weights, %d KV blocks (%.2f GiB), sequences up to %d tokens",
@@ -103,6 +105,12 @@ def load_runner(config: WorkerConfig, role: Role) -> ModelRunner:
         max_model_len,
     )
     return runner
+
+
+def _storage(config: WorkerConfig, role: Role, device: torch.device) -> Storage:
+    """Shared where prefill workers of the same host may write the blocks they hand over straight into the pool."""
+    takes_blocks = role is Role.DECODE and config.transport in ("auto", "shm")
+    return SharedStorage() if takes_blocks and device.type == "cpu" else zeroed_storage
 
 
 def _choose_device(name: str) -> torch.device:

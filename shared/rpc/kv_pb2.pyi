@@ -33,25 +33,71 @@ class KvGeometry(_message.Message):
     kv_dtype: str
     def __init__(self, digest: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ...) -> None: ...
 
+class OffersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class OffersReply(_message.Message):
+    __slots__ = ("offers",)
+    OFFERS_FIELD_NUMBER: _ClassVar[int]
+    offers: _containers.RepeatedCompositeFieldContainer[Offer]
+    def __init__(self, offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ...) -> None: ...
+
+class Offer(_message.Message):
+    __slots__ = ("transport", "machine_id", "socket_path")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_ID_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    machine_id: str
+    socket_path: str
+    def __init__(self, transport: _Optional[str] = ..., machine_id: _Optional[str] = ..., socket_path: _Optional[str] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("boot_id", "transport", "link_id")
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    LINK_ID_FIELD_NUMBER: _ClassVar[int]
+    boot_id: str
+    transport: str
+    link_id: bytes
+    def __init__(self, boot_id: _Optional[str] = ..., transport: _Optional[str] = ..., link_id: _Optional[bytes] = ...) -> None: ...
+
+class JoinReply(_message.Message):
+    __slots__ = ("store_host", "store_port")
+    STORE_HOST_FIELD_NUMBER: _ClassVar[int]
+    STORE_PORT_FIELD_NUMBER: _ClassVar[int]
+    store_host: str
+    store_port: int
+    def __init__(self, store_host: _Optional[str] = ..., store_port: _Optional[int] = ...) -> None: ...
+
 class OpenRequest(_message.Message):
-    __slots__ = ("key", "geometry", "num_blocks")
+    __slots__ = ("key", "geometry", "num_blocks", "transport", "link_id", "ticket")
     KEY_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    LINK_ID_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     key: TransferKey
     geometry: KvGeometry
     num_blocks: int
-    def __init__(self, key: _Optional[_Union[TransferKey, _Mapping]] = ..., geometry: _Optional[_Union[KvGeometry, _Mapping]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    transport: str
+    link_id: bytes
+    ticket: int
+    def __init__(self, key: _Optional[_Union[TransferKey, _Mapping]] = ..., geometry: _Optional[_Union[KvGeometry, _Mapping]] = ..., num_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., link_id: _Optional[bytes] = ..., ticket: _Optional[int] = ...) -> None: ...
 
 class OpenReply(_message.Message):
-    __slots__ = ("num_cached_blocks", "lease_s", "max_chunk_bytes")
+    __slots__ = ("num_cached_blocks", "lease_s", "max_chunk_bytes", "block_ids")
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     MAX_CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     num_cached_blocks: int
     lease_s: float
     max_chunk_bytes: int
-    def __init__(self, num_cached_blocks: _Optional[int] = ..., lease_s: _Optional[float] = ..., max_chunk_bytes: _Optional[int] = ...) -> None: ...
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_cached_blocks: _Optional[int] = ..., lease_s: _Optional[float] = ..., max_chunk_bytes: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("key", "chunk", "commit")
@@ -64,7 +110,7 @@ class PushRequest(_message.Message):
     def __init__(self, key: _Optional[_Union[TransferKey, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("sequence_number", "first_block", "num_blocks", "first_layer", "num_layers", "first_head", "num_heads", "checksum", "data")
+    __slots__ = ("sequence_number", "first_block", "num_blocks", "first_layer", "num_layers", "first_head", "num_heads", "checksum", "data", "parcel")
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +120,7 @@ class Chunk(_message.Message):
     NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    PARCEL_FIELD_NUMBER: _ClassVar[int]
     sequence_number: int
     first_block: int
     num_blocks: int
@@ -83,7 +130,8 @@ class Chunk(_message.Message):
     num_heads: int
     checksum: int
     data: bytes
-    def __init__(self, sequence_number: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., checksum: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    parcel: int
+    def __init__(self, sequence_number: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., checksum: _Optional[int] = ..., data: _Optional[bytes] = ..., parcel: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("num_chunks", "num_blocks", "first_tokens", "num_cached_tokens")

@@ -34,6 +34,16 @@ class KvTransferStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.GetOffers = channel.unary_unary(
+                '/twostroke.v1.KvTransfer/GetOffers',
+                request_serializer=shared_dot_rpc_dot_kv__pb2.OffersRequest.SerializeToString,
+                response_deserializer=shared_dot_rpc_dot_kv__pb2.OffersReply.FromString,
+                _registered_method=True)
+        self.Join = channel.unary_stream(
+                '/twostroke.v1.KvTransfer/Join',
+                request_serializer=shared_dot_rpc_dot_kv__pb2.JoinRequest.SerializeToString,
+                response_deserializer=shared_dot_rpc_dot_kv__pb2.JoinReply.FromString,
+                _registered_method=True)
         self.Open = channel.unary_unary(
                 '/twostroke.v1.KvTransfer/Open',
                 request_serializer=shared_dot_rpc_dot_kv__pb2.OpenRequest.SerializeToString,
@@ -53,6 +63,21 @@ class KvTransferStub:
 
 class KvTransferServicer:
     """Missing associated documentation comment in .proto file."""
+
+    def GetOffers(self, request, context):
+        """The ways in which blocks may travel to this worker, best first. Asked once for each boot of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Join(self, request, context):
+        """Makes a communicator of the two workers (nccl, gloo). One reply; then the call stays open as long as the communicator
+        lives, so that each side learns at once when the other has thrown it away or is gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Open(self, request, context):
         """Reserves blocks for the whole prompt. Waits for room until the call's deadline, then RESOURCE_EXHAUSTED.
@@ -79,6 +104,16 @@ class KvTransferServicer:
 
 def add_KvTransferServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'GetOffers': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetOffers,
+                    request_deserializer=shared_dot_rpc_dot_kv__pb2.OffersRequest.FromString,
+                    response_serializer=shared_dot_rpc_dot_kv__pb2.OffersReply.SerializeToString,
+            ),
+            'Join': grpc.unary_stream_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=shared_dot_rpc_dot_kv__pb2.JoinRequest.FromString,
+                    response_serializer=shared_dot_rpc_dot_kv__pb2.JoinReply.SerializeToString,
+            ),
             'Open': grpc.unary_unary_rpc_method_handler(
                     servicer.Open,
                     request_deserializer=shared_dot_rpc_dot_kv__pb2.OpenRequest.FromString,
@@ -104,6 +139,60 @@ def add_KvTransferServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class KvTransfer:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def GetOffers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.v1.KvTransfer/GetOffers',
+            shared_dot_rpc_dot_kv__pb2.OffersRequest.SerializeToString,
+            shared_dot_rpc_dot_kv__pb2.OffersReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Join(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/twostroke.v1.KvTransfer/Join',
+            shared_dot_rpc_dot_kv__pb2.JoinRequest.SerializeToString,
+            shared_dot_rpc_dot_kv__pb2.JoinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Open(request,

@@ -2,12 +2,13 @@
 
     expect(id, request)     the router's Generate stream is open: a transfer of this id may come
     open(key, …)            blocks for the whole prompt are reserved, waiting for room if need be
-    apply(key, chunk)       bytes go into the reserved blocks; anything not for the live attempt is refused
+    receive(key, chunk)     bytes go into the reserved blocks; anything not for the live attempt is refused
     commit(key, manifest)   everything has come: the sequence may run, its first tokens go out
-    abort(key) / forget(id) / lease expiry          the blocks go back
+    abort(key) / forget(id) / lease expiry / link lost      the blocks go back
 
-All methods run on one event loop and none of them awaits between checking a reservation and using it, so a block can never be
-written after its reservation has ended.
+All methods run on one event loop and none of them awaits between checking a reservation and using it, so this process never writes
+a block after its reservation has ended. Where the sender itself writes into the blocks (shared memory), what an ended attempt had
+reserved is first fenced: it stays reserved until the sender can certainly not write to it any more.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-import xxhash
+import numpy as np
+from numpy.typing import NDArray
 
 from shared.engine.engine import Engine
 from shared.engine.kv_pool import KvPool
@@ -27,22 +29,29 @@ from shared.errors import CorruptTransfer, IncompatiblePeer, InvalidRequest, Ove
 from shared.request import Output, Request
 from shared.rpc import kv_pb2
 from shared.transfer import metrics
+from shared.transfer.chunks import checksum_of, chunk_bytes
+from shared.transfer.hosts import Hosts
+from shared.transfer.inline import InlineHost
+from shared.transfer.interface import Landing, Payload, Route
 from shared.worker_info import KvGeometry
 
 log = logging.getLogger(__name__)
 
-MAX_CHUNK_BYTES = 4 * 1024 * 1024
+# A sender that runs answers within milliseconds. For one that does not, the router should soon try something else.
+_FENCE_TIMEOUT_S = 2.0
+_GRPC_ROUTE = Route()
 
 
 @dataclass(slots=True, eq=False)
 class _Reservation:
     attempt: int
     sequence: EngineSequence
-    num_blocks: int
+    route: Route
+    landing: Landing
     num_cached_blocks: int
     lease: asyncio.TimerHandle
+    missing: NDArray[np.bool_]  # [prompt blocks, layers, KV heads]: what has not come yet
     next_chunk: int = 0
-    missing: set[int] = field(default_factory=set)  # indices of prompt blocks that have not come yet
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +61,7 @@ class _Expected:
     request: Request
     attempt: int = -1
     reservation: _Reservation | None = None
+    fence: asyncio.Future[None] | None = None  # an earlier attempt's blocks wait for it, under the same request id
     committed: bool = False
 
 
@@ -64,13 +74,16 @@ class Receiver:
         boot_id: str,
         lease_s: float,
         on_outputs: Callable[[Sequence[Output]], None],
+        hosts: Hosts | None = None,
     ) -> None:
+        """`hosts` are the transports offered; None: gRPC only."""
         self._engine = engine
         self._pool = pool
         self._geometry = geometry
         self._boot_id = boot_id
         self._lease_s = lease_s
         self._on_outputs = on_outputs
+        self.hosts = hosts or Hosts([InlineHost()])
         self._expected: dict[bytes, _Expected] = {}
         self._queue = asyncio.Lock()  # who waits for room does so in order of arrival
         self._room = asyncio.Event()
@@ -85,10 +98,14 @@ class Receiver:
         self._expected[transfer_id] = _Expected(request)
 
     def forget(self, transfer_id: bytes) -> None:
-        """The Generate stream has ended. Idempotent; the engine's sequence is the stream's to abort."""
+        """The Generate stream has ended: so does its sequence, unless it has finished. Idempotent."""
         expected = self._expected.pop(transfer_id, None)
-        if expected is not None and expected.reservation is not None:
+        if expected is None:
+            return
+        if expected.reservation is not None:
             self._drop(expected, "abandoned")
+        elif expected.fence is None:
+            self._engine.abort(expected.request.request_id)
 
     def notify_room(self) -> None:
         """Blocks may have been freed: whoever waits for room looks again."""
@@ -97,7 +114,12 @@ class Receiver:
     # The prefill worker's calls
 
     async def open(
-        self, key: kv_pb2.TransferKey, geometry: kv_pb2.KvGeometry, num_blocks: int, timeout_s: float
+        self,
+        key: kv_pb2.TransferKey,
+        geometry: kv_pb2.KvGeometry,
+        num_blocks: int,
+        timeout_s: float,
+        route: Route = _GRPC_ROUTE,
     ) -> kv_pb2.OpenReply:
         self._check_geometry(geometry)
         expected = self._find(key)
@@ -110,44 +132,50 @@ class Receiver:
         needed = -(-len(expected.request.token_ids) // self._geometry.block_size)
         if num_blocks != needed:
             raise InvalidRequest(f"num_blocks is {num_blocks}; this prompt has {needed}", param="num_blocks")
+        if expected.fence is not None:
+            await self._wait_for_fence(expected.fence, timeout_s)
         if expected.reservation is None:
-            await self._reserve(key, expected, num_blocks, timeout_s)
+            await self._reserve(key, expected, num_blocks, timeout_s, route)
         reservation = self._live(key)
+        if reservation.route != route:
+            raise self._stale(f"attempt {key.attempt} is open over another link", "old_attempt")
         return kv_pb2.OpenReply(
-            num_cached_blocks=reservation.num_cached_blocks, lease_s=self._lease_s, max_chunk_bytes=MAX_CHUNK_BYTES
+            num_cached_blocks=reservation.num_cached_blocks,
+            lease_s=self._lease_s,
+            max_chunk_bytes=reservation.landing.max_chunk_bytes,
+            block_ids=reservation.landing.grant(reservation.sequence.block_table[reservation.num_cached_blocks :]),
         )
 
+    async def receive(self, key: kv_pb2.TransferKey, chunk: kv_pb2.Chunk) -> None:
+        """A chunk's header has come; its bytes are in it, in place, or under way."""
+        async with self._check_chunk(key, chunk).landing.arrival(chunk):
+            self.apply(key, chunk)
+
     def apply(self, key: kv_pb2.TransferKey, chunk: kv_pb2.Chunk) -> None:
-        reservation = self._live(key)
-        indices = range(chunk.first_block, chunk.first_block + chunk.num_blocks)
-        if chunk.sequence_number != reservation.next_chunk:
-            raise self._corrupt(key, f"chunk {chunk.sequence_number} came when {reservation.next_chunk} was due", "order")
-        if not indices or not reservation.missing.issuperset(indices):
-            raise self._corrupt(key, f"blocks {indices.start}..{indices.stop - 1} are not all outstanding", "range")
-        if xxhash.xxh3_64_intdigest(chunk.data) != chunk.checksum:
-            raise self._corrupt(key, f"chunk {chunk.sequence_number} does not match its checksum", "checksum")
-        block_ids = reservation.sequence.block_table[indices.start : indices.stop]
-        try:
-            self._pool.write_blocks(block_ids, chunk.data, chunk.first_layer, chunk.num_layers, chunk.first_head, chunk.num_heads)
-        except CorruptTransfer as error:
-            raise self._corrupt(key, error.message, "size") from None
-        reservation.missing.difference_update(indices)
+        """The chunk's bytes are here."""
+        reservation = self._check_chunk(key, chunk)
+        payload = reservation.landing.payload(chunk)
+        if payload is not None:
+            self._write(key, reservation, chunk, payload)
+        _cells(reservation.missing, chunk)[...] = False
         reservation.next_chunk += 1
-        metrics.transferred_bytes.labels("received", "grpc").inc(len(chunk.data))
+        metrics.transferred_bytes.labels("received", reservation.landing.transport).inc(chunk_bytes(self._geometry, chunk))
         self._renew(key, reservation)
 
     def commit(self, key: kv_pb2.TransferKey, commit: kv_pb2.Commit, first_tokens: Sequence[SampledToken]) -> None:
         reservation = self._live(key)
         expected = self._expected[key.transfer_id]
-        if reservation.missing or commit.num_chunks != reservation.next_chunk:
+        num_missing = int(reservation.missing.any(axis=(1, 2)).sum())
+        if num_missing or commit.num_chunks != reservation.next_chunk:
             raise self._corrupt(
                 key,
-                f"commit after {reservation.next_chunk} of {commit.num_chunks} chunks, {len(reservation.missing)} blocks missing",
+                f"commit after {reservation.next_chunk} of {commit.num_chunks} chunks, {num_missing} blocks missing",
                 "manifest",
             )
         if len(first_tokens) != expected.request.sampling.n:
             raise self._corrupt(key, f"commit has {len(first_tokens)} first tokens for n={expected.request.sampling.n}", "manifest")
         reservation.lease.cancel()
+        reservation.landing.close()
         expected.reservation, expected.committed = None, True
         metrics.transfers.labels("committed").inc()
         outputs = self._engine.commit(expected.request.request_id, first_tokens)
@@ -166,7 +194,15 @@ class Receiver:
 
     # Inside
 
-    async def _reserve(self, key: kv_pb2.TransferKey, expected: _Expected, num_blocks: int, timeout_s: float) -> None:
+    async def _wait_for_fence(self, fence: asyncio.Future[None], timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(min(timeout_s, _FENCE_TIMEOUT_S)):
+                await asyncio.shield(fence)
+        except TimeoutError:
+            metrics.refused.labels("fence").inc()
+            raise Overloaded("the earlier attempt's sender does not say that it has stopped writing") from None
+
+    async def _reserve(self, key: kv_pb2.TransferKey, expected: _Expected, num_blocks: int, timeout_s: float, route: Route) -> None:
         try:
             async with asyncio.timeout(timeout_s), self._queue:
                 while True:
@@ -174,6 +210,8 @@ class Receiver:
                         raise self._stale("the transfer moved on while its reservation waited", "superseded")
                     if expected.reservation is not None:  # a repeated call of the same attempt won
                         return
+                    if expected.fence is not None:
+                        raise self._stale("the attempt was ended while its reservation waited", "aborted")
                     self._room.clear()
                     sequence = self._engine.reserve(expected.request)
                     if sequence is not None:
@@ -182,10 +220,16 @@ class Receiver:
         except TimeoutError:
             metrics.refused.labels("no_room").inc()
             raise Overloaded(f"no room for {num_blocks} blocks within {timeout_s:.1f} s") from None
+        try:
+            landing = self.hosts.landing(route, lambda: self._lose(expected))
+        except Exception:
+            self._give_back(expected)
+            raise
         num_cached = sequence.num_cached_tokens // self._geometry.block_size
+        missing = np.ones((num_blocks, self._geometry.num_layers, self._geometry.num_kv_heads), dtype=np.bool_)
+        missing[:num_cached] = False
         lease = asyncio.get_running_loop().call_later(self._lease_s, self._expire, expected)
-        missing = set(range(num_cached, num_blocks))
-        expected.reservation = _Reservation(key.attempt, sequence, num_blocks, num_cached, lease, missing=missing)
+        expected.reservation = _Reservation(key.attempt, sequence, route, landing, num_cached, lease, missing)
 
     def _find(self, key: kv_pb2.TransferKey) -> _Expected:
         if key.boot_id != self._boot_id:
@@ -203,6 +247,33 @@ class Receiver:
             raise self._stale(f"attempt {key.attempt} is not the live one, {reservation.attempt}", "old_attempt")
         return reservation
 
+    def _check_chunk(self, key: kv_pb2.TransferKey, chunk: kv_pb2.Chunk) -> _Reservation:
+        """The live reservation that the chunk is the next one of. Raises CorruptTransfer if it is not."""
+        reservation = self._live(key)
+        if chunk.sequence_number != reservation.next_chunk:
+            raise self._corrupt(key, f"chunk {chunk.sequence_number} came when {reservation.next_chunk} was due", "order")
+        num_blocks, num_layers, num_heads = reservation.missing.shape
+        cells = _cells(reservation.missing, chunk)
+        if (
+            chunk.first_block + chunk.num_blocks > num_blocks
+            or chunk.first_layer + chunk.num_layers > num_layers
+            or chunk.first_head + chunk.num_heads > num_heads
+            or not cells.size
+            or not cells.all()
+        ):
+            last = chunk.first_block + chunk.num_blocks - 1
+            raise self._corrupt(key, f"blocks {chunk.first_block}..{last} are not all outstanding", "range")
+        return reservation
+
+    def _write(self, key: kv_pb2.TransferKey, reservation: _Reservation, chunk: kv_pb2.Chunk, payload: Payload) -> None:
+        if reservation.landing.has_checksums and checksum_of(payload) != chunk.checksum:
+            raise self._corrupt(key, f"chunk {chunk.sequence_number} does not match its checksum", "checksum")
+        block_ids = reservation.sequence.block_table[chunk.first_block : chunk.first_block + chunk.num_blocks]
+        try:
+            self._pool.write_blocks(block_ids, payload, chunk.first_layer, chunk.num_layers, chunk.first_head, chunk.num_heads)
+        except CorruptTransfer as error:
+            raise self._corrupt(key, error.message, "size") from None
+
     def _renew(self, key: kv_pb2.TransferKey, reservation: _Reservation) -> None:
         reservation.lease.cancel()
         expected = self._expected[key.transfer_id]
@@ -212,12 +283,32 @@ class Receiver:
         log.warning("transfer for %s made no progress for %.1f s", expected.request.request_id, self._lease_s)
         self._drop(expected, "expired")
 
+    def _lose(self, expected: _Expected) -> None:
+        log.warning("the sender of blocks for %s is gone", expected.request.request_id)
+        self._drop(expected, "sender_lost")
+
     def _drop(self, expected: _Expected, result: str) -> None:
-        assert expected.reservation is not None
-        expected.reservation.lease.cancel()
+        """The attempt ends. Its blocks go back as soon as nobody can write to them."""
+        reservation = expected.reservation
+        assert reservation is not None
+        reservation.lease.cancel()
         expected.reservation = None
-        self._engine.abort(expected.request.request_id)
         metrics.transfers.labels(result).inc()
+        expected.fence = reservation.landing.fence()
+        if expected.fence is None:
+            self._give_back(expected)
+            return
+        num_blocks = len(reservation.missing)
+        metrics.quarantined_blocks.inc(num_blocks)
+        expected.fence.add_done_callback(lambda _: self._leave_quarantine(expected, num_blocks))
+
+    def _leave_quarantine(self, expected: _Expected, num_blocks: int) -> None:
+        metrics.quarantined_blocks.dec(num_blocks)
+        expected.fence = None
+        self._give_back(expected)
+
+    def _give_back(self, expected: _Expected) -> None:
+        self._engine.abort(expected.request.request_id)
         self.notify_room()
 
     def _stale(self, message: str, cause: str) -> StaleTransfer:
@@ -241,3 +332,12 @@ class Receiver:
             raise IncompatiblePeer(
                 f"digest is {theirs.digest} at the sender and {ours.digest} here: model, weights or protocol differ"
             )
+
+
+def _cells(missing: NDArray[np.bool_], chunk: kv_pb2.Chunk) -> NDArray[np.bool_]:
+    """The part of [prompt blocks, layers, heads] that a chunk is for. A view."""
+    return missing[
+        chunk.first_block : chunk.first_block + chunk.num_blocks,
+        chunk.first_layer : chunk.first_layer + chunk.num_layers,
+        chunk.first_head : chunk.first_head + chunk.num_heads,
+    ]

@@ -1,7 +1,11 @@
 """The sending end of the handoff: one object per transfer attempt, used in the order open, push…, commit; or abort at any point.
 
-A chunk is as many whole blocks as fit the receiver's limit. Chunks go out while the next part of the prompt is computed; HTTP/2
-flow control paces them. The commit is a message of the same stream, so it cannot overtake a chunk.
+A chunk is as many whole blocks as fit the receiver's limit. Chunks go out while the next part of the prompt is computed. The link
+moves the bytes (`shared/transfer/interface.py`); their headers and the commit are messages of one stream, so that the commit cannot
+overtake a chunk.
+
+A worker that is split over several devices has a pool on each, with some of the heads (`HeadShard`). A chunk is one shard's part of
+a run of blocks; the receiver, whatever its own split, counts a block as complete when all of its heads have come.
 """
 
 from __future__ import annotations
@@ -9,17 +13,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import grpc
-import xxhash
 
 from shared.engine.kv_pool import KvPool
-from shared.errors import DeadlineExceeded
+from shared.errors import DeadlineExceeded, Internal, Unavailable
 from shared.grpc_errors import from_rpc_error
 from shared.request import Token
 from shared.rpc import control_pb2, kv_pb2, kv_pb2_grpc
 from shared.transfer import metrics
+from shared.transfer.chunks import chunk_bytes
+from shared.transfer.interface import Link, Peer, Writer
+from shared.transfer.links import Links
 from shared.wire import token_to_wire
 from shared.worker_info import KvGeometry
 
@@ -28,69 +35,77 @@ log = logging.getLogger(__name__)
 _ABORT_TIMEOUT_S = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class HeadShard:
+    """A pool that holds the model's KV heads first_head, first_head + 1, …, as many as its geometry says."""
+
+    pool: KvPool
+    first_head: int = 0
+
+
 class Sender:
     """Raises the error the receiver raised, or what became of the call (Unavailable, DeadlineExceeded)."""
 
     def __init__(
-        self, channel: Any, destination: control_pb2.Destination, geometry: KvGeometry, pool: KvPool, timeout_s: float
+        self,
+        links: Links,
+        channel: Any,
+        destination: control_pb2.Destination,
+        geometry: KvGeometry,
+        shards: Sequence[HeadShard],
+        timeout_s: float,
     ) -> None:
-        self._stub = kv_pb2_grpc.KvTransferStub(channel)
+        """`geometry` is the whole model's, and `shards` together hold all of its heads."""
+        assert sum(s.pool.geometry.num_kv_heads for s in shards) == geometry.num_kv_heads, "the shards are not the whole model"
+        self._links = links
+        self._peer = Peer(kv_pb2_grpc.KvTransferStub(channel), destination.boot_id)
         self._key = kv_pb2.TransferKey(
             transfer_id=destination.transfer_id, attempt=destination.attempt, boot_id=destination.boot_id
         )
         self._geometry = geometry
-        self._pool = pool
+        self._shards = shards
         self._timeout_s = timeout_s
         self._max_chunk_blocks = 1
         self._num_chunks = 0
         self._num_blocks = 0
+        self._link: Link | None = None
+        self._writer: Writer | None = None
         self._call: Any = None
+        self._call_ended = asyncio.Event()
+        self._shipping: asyncio.Task[None] | None = None
 
     @property
     def num_shipped_blocks(self) -> int:
         return self._num_blocks
 
+    @property
+    def transport(self) -> str:
+        """What the blocks go by; empty before `open`."""
+        return self._writer.route.transport if self._writer is not None else ""
+
     async def open(self, num_blocks: int) -> int:
         """Reserves the prompt's blocks at the receiver. Returns how many leading ones it already holds."""
-        g = self._geometry
-        geometry = kv_pb2.KvGeometry(
-            digest=g.digest,
-            num_layers=g.num_layers,
-            num_kv_heads=g.num_kv_heads,
-            head_dim=g.head_dim,
-            block_size=g.block_size,
-            kv_dtype=g.kv_dtype,
-        )
-        request = kv_pb2.OpenRequest(key=self._key, geometry=geometry, num_blocks=num_blocks)
-        try:
-            reply = await self._stub.Open(request, timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        self._max_chunk_blocks = max(1, reply.max_chunk_bytes // g.block_bytes)
-        self._call = self._stub.Push()
+        self._link = await self._links.get(self._peer)
+        self._writer = self._link.writer()
+        reply = await self._open(self._link, self._writer, num_blocks)
+        self._writer.opened(reply)
+        self._max_chunk_blocks = max(1, reply.max_chunk_bytes // self._geometry.block_bytes)
+        self._call = self._peer.stub.Push()
+        self._call.add_done_callback(lambda _: self._call_ended.set())
         return int(reply.num_cached_blocks)
 
     async def push(self, first_block: int, block_ids: Sequence[int]) -> None:
-        """Ships blocks of this worker's pool as the prompt's blocks first_block, first_block + 1, …"""
+        """Ships blocks of this worker's pools as the prompt's blocks first_block, first_block + 1, …"""
         for start in range(0, len(block_ids), self._max_chunk_blocks):
             part = block_ids[start : start + self._max_chunk_blocks]
-            data = self._pool.read_blocks(part)
-            chunk = kv_pb2.Chunk(
-                sequence_number=self._num_chunks,
-                first_block=first_block + start,
-                num_blocks=len(part),
-                num_layers=self._geometry.num_layers,
-                num_heads=self._geometry.num_kv_heads,
-                checksum=xxhash.xxh3_64_intdigest(data),
-                data=bytes(data),
-            )
-            await self._write(kv_pb2.PushRequest(key=self._key, chunk=chunk))
-            self._num_chunks += 1
+            for shard in self._shards:
+                await self._ship(shard, first_block + start, part)
             self._num_blocks += len(part)
-            metrics.transferred_bytes.labels("sent", "grpc").inc(len(chunk.data))
 
     async def commit(self, first_tokens: Sequence[Token], num_cached_tokens: int) -> None:
         """Sends the manifest and waits for the acknowledgement: after it the blocks may be released."""
+        assert self._writer is not None, "commit() before open()"
+        self._writer.close()
         commit = kv_pb2.Commit(
             num_chunks=self._num_chunks,
             num_blocks=self._num_blocks,
@@ -108,13 +123,82 @@ class Sender:
             raise from_rpc_error(error) from None
 
     async def abort(self, reason: str) -> None:
-        """Gives the receiver's reservation back, as far as it can be reached; its lease does the rest. Never raises."""
+        """Stops writing, and gives the receiver's reservation back as far as it can be reached; its lease does the rest. When it
+        returns, the blocks are read no more. Never raises."""
+        await self._stop_shipping()
+        if self._writer is not None:
+            self._writer.close()
         if self._call is not None:
             self._call.cancel()
         try:
-            await self._stub.Abort(kv_pb2.AbortRequest(key=self._key, reason=reason), timeout=_ABORT_TIMEOUT_S)
+            await self._peer.stub.Abort(kv_pb2.AbortRequest(key=self._key, reason=reason), timeout=_ABORT_TIMEOUT_S)
         except grpc.RpcError as error:
             log.info("abort of a transfer did not arrive: %s", error.code().name)
+
+    async def _open(self, link: Link, writer: Writer, num_blocks: int) -> kv_pb2.OpenReply:
+        g = self._geometry
+        geometry = kv_pb2.KvGeometry(
+            digest=g.digest,
+            num_layers=g.num_layers,
+            num_kv_heads=g.num_kv_heads,
+            head_dim=g.head_dim,
+            block_size=g.block_size,
+            kv_dtype=g.kv_dtype,
+        )
+        request = kv_pb2.OpenRequest(
+            key=self._key,
+            geometry=geometry,
+            num_blocks=num_blocks,
+            transport=writer.route.transport,
+            link_id=writer.route.link_id,
+            ticket=writer.route.ticket,
+        )
+        try:
+            reply: kv_pb2.OpenReply = await self._peer.stub.Open(request, timeout=self._timeout_s)
+        except grpc.RpcError as rpc_error:
+            error = from_rpc_error(rpc_error)
+            if isinstance(error, Unavailable):  # the receiver is gone, or does not know the link (any more)
+                link.discard()
+            raise error from None
+        return reply
+
+    async def _ship(self, shard: HeadShard, first_block: int, block_ids: Sequence[int]) -> None:
+        assert self._writer is not None, "push() before open()"
+        chunk = kv_pb2.Chunk(
+            sequence_number=self._num_chunks,
+            first_block=first_block,
+            num_blocks=len(block_ids),
+            num_layers=self._geometry.num_layers,
+            first_head=shard.first_head,
+            num_heads=shard.pool.geometry.num_kv_heads,
+        )
+        # A task of its own, because a parcel that is half under way had better arrive when this call is cancelled (see `abort`).
+        self._shipping = asyncio.create_task(self._writer.ship(chunk, shard.pool, block_ids, self._announce))
+        await self._shipped_or_refused(self._shipping)
+        if not self._shipping.done():
+            self._shipping.cancel()
+            await self._raise_status()
+        await self._shipping
+        self._num_chunks += 1
+        metrics.transferred_bytes.labels("sent", self.transport).inc(chunk_bytes(self._geometry, chunk))
+
+    async def _shipped_or_refused(self, shipping: asyncio.Task[None]) -> None:
+        """Returns when the chunk is shipped, or the receiver has ended the call."""
+        refused = asyncio.create_task(self._call_ended.wait())
+        try:
+            await asyncio.wait({shipping, refused}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            refused.cancel()
+
+    async def _stop_shipping(self) -> None:
+        if self._shipping is None:
+            return
+        await asyncio.wait({self._shipping}, timeout=_ABORT_TIMEOUT_S)
+        self._shipping.cancel()
+        await asyncio.gather(self._shipping, return_exceptions=True)
+
+    async def _announce(self, chunk: kv_pb2.Chunk) -> None:
+        await self._write(kv_pb2.PushRequest(key=self._key, chunk=chunk))
 
     async def _write(self, message: kv_pb2.PushRequest) -> None:
         try:
@@ -122,13 +206,12 @@ class Sender:
                 await self._call.write(message)
         except TimeoutError:
             raise DeadlineExceeded(f"a chunk was not taken within {self._timeout_s:.1f} s") from None
-        except asyncio.InvalidStateError:  # the receiver has already ended the call: its status says why
+        except (asyncio.InvalidStateError, grpc.RpcError):  # the receiver has ended the call: its status says why, this does not
             await self._raise_status()
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
 
-    async def _raise_status(self) -> None:
+    async def _raise_status(self) -> NoReturn:
         try:
             await self._call
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
+        raise Internal("the receiver ended the transfer before its commit")

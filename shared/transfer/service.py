@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from shared.engine.plan import SampledToken
-from shared.errors import CorruptTransfer
+from shared.errors import CorruptTransfer, InvalidRequest
 from shared.rpc import kv_pb2, kv_pb2_grpc, sequence_pb2
+from shared.transfer.group_host import GroupHost
+from shared.transfer.interface import GRPC, Route
 from shared.transfer.receiver import Receiver
 
 
@@ -16,22 +18,38 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
         self._receiver = receiver
         self._timeout_s = timeout_s
 
+    async def GetOffers(self, request: kv_pb2.OffersRequest, context: Any) -> kv_pb2.OffersReply:
+        return kv_pb2.OffersReply(offers=self._receiver.hosts.offers())
+
+    async def Join(self, request: kv_pb2.JoinRequest, context: Any) -> AsyncIterator[kv_pb2.JoinReply]:
+        host = self._receiver.hosts.find(request.transport)
+        if not isinstance(host, GroupHost):
+            raise InvalidRequest(f"transport is {request.transport!r}; it has no communicator to join", param="transport")
+        async for reply in host.join(request):
+            yield reply
+
     async def Open(self, request: kv_pb2.OpenRequest, context: Any) -> kv_pb2.OpenReply:
         remaining_s = context.time_remaining()
         # Answer a little before the caller gives up, so that it learns why.
         timeout_s = self._timeout_s if remaining_s is None else min(self._timeout_s, 0.9 * remaining_s)
-        return await self._receiver.open(request.key, request.geometry, request.num_blocks, timeout_s)
+        route = Route(request.transport or GRPC, request.link_id, request.ticket)
+        return await self._receiver.open(request.key, request.geometry, request.num_blocks, timeout_s, route)
 
     async def Push(self, requests: AsyncIterator[kv_pb2.PushRequest], context: Any) -> kv_pb2.PushReply:
-        async for request in requests:
-            if request.WhichOneof("payload") == "chunk":
-                self._receiver.apply(request.key, request.chunk)
-            elif request.WhichOneof("payload") == "commit":
-                self._receiver.commit(request.key, request.commit, [_sampled(t) for t in request.commit.first_tokens])
-                return kv_pb2.PushReply()
-            else:
-                raise CorruptTransfer("a message has neither a chunk nor a commit")
-        raise CorruptTransfer("the stream ended without a commit")
+        key = kv_pb2.TransferKey()
+        try:
+            async for request in requests:
+                key = request.key
+                if request.WhichOneof("payload") == "chunk":
+                    await self._receiver.receive(key, request.chunk)
+                elif request.WhichOneof("payload") == "commit":
+                    self._receiver.commit(key, request.commit, [_sampled(t) for t in request.commit.first_tokens])
+                    return kv_pb2.PushReply()
+                else:
+                    raise CorruptTransfer("a message has neither a chunk nor a commit")
+            raise CorruptTransfer("the stream ended without a commit")
+        finally:
+            self._receiver.abort(key)  # an attempt has one stream: without it there is nothing to wait for
 
     async def Abort(self, request: kv_pb2.AbortRequest, context: Any) -> kv_pb2.AbortReply:
         return kv_pb2.AbortReply(was_live=self._receiver.abort(request.key))

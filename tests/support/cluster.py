@@ -46,7 +46,7 @@ class FakeWorker:
         if isinstance(self.runner, FakeRunner):
             self.runner.gate.set()
         await self._server.stop(0)
-        await self.worker.channels.close()
+        await self.worker.close()
         self.worker.engine.stop()
 
     def info(self) -> WorkerInfo:

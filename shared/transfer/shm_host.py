@@ -1,0 +1,180 @@
+"""Shared memory, the receiver's end: hands the pool to senders of this host, and bars them from blocks that must go back.
+
+    connected ──Hello + memfd──> landing … landing          one connection per sending process
+    attempt ends early: ──ticket──> (the sender closes the writer) ──ticket──> only now the blocks are free
+    end of stream: the sending process is dead, all its blocks are free
+
+A sender that is stopped does not answer, so the few blocks of its attempts stay reserved until it goes on or dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+from shared.engine.kv_pool import KvPool
+from shared.grpc_serving import cancel_and_wait
+from shared.rpc import kv_pb2
+from shared.transfer.interface import SHM, LinkLost, Route
+from shared.transfer.shm_socket import (
+    MAX_MESSAGE_BYTES,
+    Hello,
+    is_same_user,
+    listen_privately,
+    machine_id,
+    pack_ticket,
+    send_hello,
+    unpack_ticket,
+)
+
+log = logging.getLogger(__name__)
+
+# Large, because only the header of a chunk is sent; small enough that a chunk takes little of its lease.
+MAX_CHUNK_BYTES = 64 * 1024 * 1024
+
+
+class ShmLanding:
+    transport = SHM
+    max_chunk_bytes = MAX_CHUNK_BYTES
+    has_checksums = False  # the copy is from memory to memory, under both processes' own hardware checks, and as fast as a checksum
+
+    def __init__(self, sender: _Sender, ticket: int, on_lost: Callable[[], None]) -> None:
+        self._sender = sender
+        self._ticket = ticket
+        self._fence: asyncio.Future[None] | None = None
+        self._on_lost = on_lost
+
+    def grant(self, block_ids: Sequence[int]) -> Sequence[int]:
+        return block_ids
+
+    @asynccontextmanager
+    async def arrival(self, chunk: kv_pb2.Chunk) -> AsyncIterator[None]:
+        yield
+
+    def payload(self, chunk: kv_pb2.Chunk) -> None:
+        return None
+
+    def close(self) -> None:
+        self._sender.landings.pop(self._ticket, None)
+
+    def fence(self) -> asyncio.Future[None] | None:
+        if not self._sender.is_alive:
+            return None
+        self._fence = asyncio.get_running_loop().create_future()
+        self._sender.orders.put_nowait(self._ticket)
+        return self._fence
+
+    def answered(self) -> None:
+        """The sender says that it will not write any more. Unasked, this means nothing."""
+        if self._fence is not None:
+            self.close()
+            self._fence.set_result(None)
+
+    def lost(self) -> None:
+        if self._fence is not None:
+            self._fence.set_result(None)
+        else:
+            self._on_lost()
+
+
+class _Sender:
+    """One sending process, from its connection to its end."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.link_id = secrets.token_bytes(16)
+        self.landings: dict[int, ShmLanding] = {}
+        self.orders: asyncio.Queue[int] = asyncio.Queue()  # tickets to end
+        self.is_alive = True
+        self._connection = connection
+
+    async def serve(self) -> None:
+        """Returns when the sender is gone. Cancelled, it says nothing about the sender, so the blocks stay where they are."""
+        ordering = asyncio.create_task(self._send_orders())
+        try:
+            with suppress(ConnectionResetError):  # gone, with orders unread
+                await self._read_answers()
+        finally:
+            await cancel_and_wait(ordering)
+        self.is_alive = False
+        for landing in list(self.landings.values()):
+            landing.lost()
+        self.landings.clear()
+
+    async def _read_answers(self) -> None:
+        loop = asyncio.get_running_loop()
+        while message := await loop.sock_recv(self._connection, MAX_MESSAGE_BYTES):
+            try:
+                landing = self.landings.get(unpack_ticket(message))
+            except ValueError as error:
+                log.warning("a prefill worker of this host talks nonsense: %s", error)
+                continue
+            if landing is not None:
+                landing.answered()
+
+    async def _send_orders(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await loop.sock_sendall(self._connection, pack_ticket(await self.orders.get()))
+
+
+class ShmHost:
+    name = SHM
+
+    def __init__(self, pool: KvPool, boot_id: str) -> None:
+        """`pool` must have shared storage. Listens at once, in a folder that only this user can enter."""
+        assert pool.shared_storage is not None, "the pool is private memory"
+        self._fd = pool.shared_storage.fd
+        self._size_bytes = pool.num_blocks * pool.geometry.block_bytes
+        self._boot_id = boot_id
+        self._senders: dict[bytes, _Sender] = {}
+        self._listener, self._path = listen_privately()
+        self._serving: set[asyncio.Task[None]] = set()
+        self._accepting = asyncio.create_task(self._accept(), name="shm-host")
+
+    def offer(self) -> kv_pb2.Offer:
+        return kv_pb2.Offer(transport=SHM, machine_id=machine_id(), socket_path=str(self._path))
+
+    def landing(self, route: Route, on_lost: Callable[[], None]) -> ShmLanding:
+        sender = self._senders.get(route.link_id)
+        if sender is None or route.ticket in sender.landings:
+            raise LinkLost("the sender is not connected to this worker's memory")
+        return sender.landings.setdefault(route.ticket, ShmLanding(sender, route.ticket, on_lost))
+
+    async def close(self) -> None:
+        """Senders see the end of the stream and unmap."""
+        for task in (self._accepting, *self._serving):
+            await cancel_and_wait(task)
+        self._listener.close()
+        shutil.rmtree(self._path.parent, ignore_errors=True)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(self._listener)
+            if not is_same_user(connection):
+                log.warning("a process of another user asked for this worker's memory")
+                connection.close()
+                continue
+            task = asyncio.create_task(self._serve(connection))
+            self._serving.add(task)
+            task.add_done_callback(partial(self._served, connection))
+
+    def _served(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._serving.discard(task)
+        connection.close()
+
+    async def _serve(self, connection: socket.socket) -> None:
+        sender = _Sender(connection)
+        # Known before it is greeted: its first Open may be here before this task runs again.
+        self._senders[sender.link_id] = sender
+        try:
+            send_hello(connection, Hello(self._boot_id, sender.link_id, self._size_bytes), self._fd)
+            await sender.serve()
+        finally:
+            del self._senders[sender.link_id]

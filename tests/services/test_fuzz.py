@@ -1,0 +1,265 @@
+"""Nonsense at every gRPC method: random bytes, damaged messages, chunk streams that no sender would send. The answer is always a
+typed error; the worker goes on, serves the next request exactly, and keeps nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator, Iterator
+
+import grpc
+import grpc.aio
+import pytest
+import xxhash
+from google.protobuf.message import Message
+
+from shared.rpc import control_pb2, control_pb2_grpc, kv_pb2, kv_pb2_grpc, sequence_pb2
+from shared.wire import request_to_wire
+from shared.worker_info import Role
+from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
+from tests.support.eventually import eventually
+from tests.support.fake_runner import GEOMETRY, expected_tokens
+
+SEED = int(os.environ.get("FUZZ_SEED", "0")) or random.randrange(2**32)
+NUM_ROUNDS = 20
+CALL_TIMEOUT_S = 0.3  # for those that wait, as a Generate does for its transfer
+
+TYPED = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.DATA_LOSS,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.UNIMPLEMENTED,  # of another role
+    grpc.StatusCode.CANCELLED,  # by this side, which had more to send than the server wanted to hear
+}
+UNARY_UNARY = (
+    ("/twostroke.v1.Prefill/Prefill", control_pb2.PrefillRequest),
+    ("/twostroke.v1.KvTransfer/GetOffers", kv_pb2.OffersRequest),
+    ("/twostroke.v1.KvTransfer/Open", kv_pb2.OpenRequest),
+    ("/twostroke.v1.KvTransfer/Abort", kv_pb2.AbortRequest),
+)
+UNARY_STREAM = (
+    ("/twostroke.v1.Decode/Generate", control_pb2.GenerateRequest),
+    ("/twostroke.v1.KvTransfer/Join", kv_pb2.JoinRequest),
+)
+PUSH = "/twostroke.v1.KvTransfer/Push"
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    print("FUZZ_SEED", SEED)
+    return random.Random(SEED)
+
+
+def random_message(rng: random.Random, message: Message, share: float = 0.75, depth: int = 0) -> Message:
+    """Gives a share of the fields values that are plausible, extreme or wrong; repeated ones get more of them."""
+    for field in message.DESCRIPTOR.fields:
+        if field.message_type is None and rng.random() > share:
+            continue
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            continue
+        if field.message_type is not None:
+            if depth < 4 and (
+                rng.random() < 0.75 or message.HasField(field.name) if not field.is_repeated else rng.random() < share
+            ):
+                target = getattr(message, field.name)
+                random_message(rng, target.add() if field.is_repeated else target, share, depth + 1)
+            continue
+        values = [_random_value(rng, field) for _ in range(rng.choice([1, 3, 40]) if field.is_repeated else 1)]
+        if field.is_repeated:
+            getattr(message, field.name).extend(values)
+        else:
+            setattr(message, field.name, values[0])
+    return message
+
+
+def _random_value(rng: random.Random, field: object) -> object:
+    kind = field.cpp_type  # type: ignore[attr-defined]
+    if kind in (field.CPPTYPE_DOUBLE, field.CPPTYPE_FLOAT):  # type: ignore[attr-defined]
+        return rng.choice([0.0, 0.5, 1.0, -1.0, 1e30, float("inf"), float("nan")])
+    if kind == field.CPPTYPE_STRING:  # type: ignore[attr-defined]
+        if field.type == field.TYPE_BYTES:  # type: ignore[attr-defined]
+            return rng.randbytes(rng.choice([0, 1, 16, 17, 500]))
+        return rng.choice(["", "x", "boot", "grpc", "shm", "gloo", "nccl", "127.0.0.1:1", "\0", "é" * 300])
+    if kind == field.CPPTYPE_BOOL:  # type: ignore[attr-defined]
+        return rng.random() < 0.5
+    if kind == field.CPPTYPE_ENUM:  # type: ignore[attr-defined]
+        return rng.randrange(4)
+    return rng.choice([0, 1, 2, 3, 16, 127, 999, 2**31 - 1, 2**32 - 1])
+
+
+def damaged(rng: random.Random, data: bytes) -> bytes:
+    """Cut off, or with some bytes changed."""
+    if not data or rng.random() < 0.5:
+        return data[: rng.randrange(len(data) + 1)]
+    changed = bytearray(data)
+    for _ in range(rng.randrange(1, 6)):
+        changed[rng.randrange(len(changed))] = rng.randrange(256)
+    return bytes(changed)
+
+
+def right(kind: type[Message], decode: FakeWorker) -> Message:
+    """A message that a worker would take, if there is one that stands alone."""
+    sequence = request_to_wire(request(prompt_of(20)))
+    if kind is control_pb2.GenerateRequest:
+        return control_pb2.GenerateRequest(sequence=sequence)
+    if kind is control_pb2.PrefillRequest:
+        info = decode.info()
+        destination = control_pb2.Destination(transfer_id=bytes(16), address=info.address, boot_id=info.boot_id)
+        return control_pb2.PrefillRequest(sequence=sequence, destination=destination)
+    return kind()
+
+
+def nonsense(rng: random.Random, kind: type[Message], decode: FakeWorker, count: int = 4) -> Iterator[bytes]:
+    """Bytes that are no message, messages of random fields, and right ones with little wrong."""
+    for _ in range(count):
+        if rng.random() < 0.2:
+            yield rng.randbytes(rng.choice([0, 1, 10, 300]))
+            continue
+        is_nearly_right = rng.random() < 0.5
+        message = random_message(rng, right(kind, decode), 0.1) if is_nearly_right else random_message(rng, kind())
+        data = message.SerializeToString()
+        yield damaged(rng, data) if rng.random() < 0.3 else data
+
+
+async def status_of(call: object) -> grpc.StatusCode:
+    """How a call ended, whatever it returned before."""
+    try:
+        if isinstance(call, grpc.aio.UnaryStreamCall):
+            async for _ in call:
+                pass
+        else:
+            await call  # type: ignore[misc]
+    except grpc.RpcError as error:
+        return error.code()  # type: ignore[no-any-return]
+    except asyncio.CancelledError:  # how the library tells that the server ended a call which it was still feeding
+        assert call.done()  # type: ignore[attr-defined]
+        return await call.code()  # type: ignore[attr-defined, no-any-return]
+    return grpc.StatusCode.OK
+
+
+async def assert_unharmed(made: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """Both workers are idle, whole, and serve exactly; nothing was unforeseen."""
+    for worker in made.workers:
+        await eventually(worker.is_idle)
+        worker.check_baseline()
+    asked = request(prompt_of(40))
+    assert (await made.run(asked))[0] == expected_tokens(asked.token_ids, 8)
+    for worker in made.workers:
+        await worker.worker.streams.wait_idle()
+        worker.check_baseline()
+    assert not [r for r in caplog.records if r.getMessage().endswith(" failed") and r.name == "shared.grpc_serving"]
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_nonsense_at_every_method_gets_a_typed_error_and_leaves_the_worker_as_it_was(
+    role: Role, rng: random.Random, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster() as made:
+        workers = {r: await made.add(r) for r in (Role.PREFILL, Role.DECODE)}
+        decode, channel = workers[Role.DECODE], made.channels.get(workers[role].info().address)
+        codes: list[grpc.StatusCode] = []
+        for _ in range(NUM_ROUNDS):
+            calls = [
+                channel.unary_unary(path)(data, timeout=CALL_TIMEOUT_S)
+                for path, kind in UNARY_UNARY
+                for data in nonsense(rng, kind, decode)
+            ]
+            calls += [
+                channel.unary_stream(path)(data, timeout=CALL_TIMEOUT_S)
+                for path, kind in UNARY_STREAM
+                for data in nonsense(rng, kind, decode)
+            ]
+            streams = [list(nonsense(rng, kv_pb2.PushRequest, decode, rng.randrange(4))) for _ in range(4)]
+            calls += [channel.stream_unary(PUSH)(iter(stream), timeout=CALL_TIMEOUT_S) for stream in streams]
+            codes += await asyncio.gather(*(status_of(call) for call in calls))
+        assert set(codes) <= TYPED | {grpc.StatusCode.OK}, set(codes)
+        assert grpc.StatusCode.INVALID_ARGUMENT in codes
+        await assert_unharmed(made, caplog)
+
+
+def shuffled_stream(rng: random.Random, key: kv_pb2.TransferKey, num_blocks: int) -> list[kv_pb2.PushRequest]:
+    """A whole transfer's messages; mostly with one or more of them damaged, dropped, repeated or moved."""
+    chunks = []
+    for number in range(num_blocks):
+        data = rng.randbytes(GEOMETRY.block_bytes)
+        chunk = kv_pb2.Chunk(
+            sequence_number=number, first_block=number, num_blocks=1, num_layers=2, num_heads=2,
+            checksum=xxhash.xxh3_64_intdigest(data), data=data,
+        )  # fmt: skip
+        chunks.append(kv_pb2.PushRequest(key=key, chunk=chunk))
+    first = sequence_pb2.Token(index=0, token_id=rng.randrange(1000))
+    commit = kv_pb2.Commit(num_chunks=num_blocks, num_blocks=num_blocks, first_tokens=[first])
+    messages = [*chunks, kv_pb2.PushRequest(key=key, commit=commit)]
+    for _ in range(rng.randrange(4)):
+        place = rng.randrange(len(messages))
+        match rng.randrange(6):
+            case 0:
+                messages.insert(rng.randrange(len(messages)), messages[place])
+            case 1 if len(messages) > 1:
+                del messages[place]
+            case 2:
+                rng.shuffle(messages)
+            case 3:
+                messages[place] = random_message(rng, kv_pb2.PushRequest())  # type: ignore[assignment]
+            case 4:
+                changed = kv_pb2.PushRequest()
+                changed.CopyFrom(messages[place])
+                random_message(rng, changed.commit if changed.WhichOneof("payload") == "commit" else changed.chunk)
+                messages[place] = changed
+            case 5:
+                messages = messages[:place]
+                if not messages:
+                    return []
+    return messages
+
+
+async def push_nonsense(rng: random.Random, made: Cluster, decode: FakeWorker) -> grpc.StatusCode:
+    """One expected transfer, opened as it should be, and then a stream of chunks that is mostly wrong."""
+    channel = made.channels.get(decode.info().address)
+    asked, transfer_id = request(prompt_of(rng.randrange(1, 60)), max_tokens=1), rng.randbytes(16)
+    message = control_pb2.GenerateRequest(sequence=request_to_wire(asked), handoff=control_pb2.Handoff(transfer_id=transfer_id))
+    generate = control_pb2_grpc.DecodeStub(channel).Generate(message, timeout=10)
+    accepted = await generate.read()
+    key = kv_pb2.TransferKey(transfer_id=transfer_id, attempt=0, boot_id=accepted.accepted.boot_id)
+    num_blocks = -(-len(asked.token_ids) // GEOMETRY.block_size)
+    geometry = kv_pb2.KvGeometry(
+        digest=GEOMETRY.digest, num_layers=2, num_kv_heads=2, head_dim=4, block_size=16, kv_dtype="float32"
+    )
+    stub = kv_pb2_grpc.KvTransferStub(channel)
+    await stub.Open(kv_pb2.OpenRequest(key=key, geometry=geometry, num_blocks=num_blocks), timeout=5)
+
+    async def messages() -> AsyncIterator[kv_pb2.PushRequest]:
+        for one in shuffled_stream(rng, key, num_blocks):
+            yield one
+
+    code = await status_of(stub.Push(messages(), timeout=5))
+    generate.cancel()
+    return code
+
+
+async def test_chunk_streams_that_no_sender_would_send_are_refused_and_give_their_blocks_back(
+    rng: random.Random, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster() as made:
+        await made.add(Role.PREFILL)
+        decode = await made.add(Role.DECODE)
+        codes = []
+        for _ in range(20):
+            codes += await asyncio.gather(*(push_nonsense(random.Random(rng.random()), made, decode) for _ in range(6)))
+        assert set(codes) <= TYPED | {grpc.StatusCode.OK}, set(codes)
+        assert grpc.StatusCode.OK in codes  # the stream was right, or what was wrong in it did not matter
+        assert grpc.StatusCode.DATA_LOSS in codes
+        # No real prompt has these blocks: what a right stream of random bytes brought must not be found in the prefix cache.
+        made.workers.remove(decode)
+        await eventually(decode.is_idle)
+        decode.check_baseline()
+        await decode.stop()
+        await made.add(Role.DECODE)
+        made.watcher.workers.pop(decode.info().worker_id)
+        await assert_unharmed(made, caplog)

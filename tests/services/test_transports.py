@@ -1,0 +1,686 @@
+"""Every transport keeps the handoff's promises: right bytes, both sides back to baseline, no block reused that could be written."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.decode import __main__ as decode_main
+from services.prefill import __main__ as prefill_main
+from shared.channels import Channels
+from shared.engine.kv_pool import KvPool
+from shared.engine.pool_memory import SharedStorage
+from shared.errors import ConfigError, CorruptTransfer, IncompatiblePeer, Overloaded, StaleTransfer, TwostrokeError, Unavailable
+from shared.kernels.reference import ReferenceKernels
+from shared.request import Token
+from shared.rpc import control_pb2, kv_pb2_grpc
+from shared.transfer import metrics
+from shared.transfer.hosts import Hosts
+from shared.transfer.inline import InlineConnector
+from shared.transfer.interface import Connector, LinkLost
+from shared.transfer.links import Links
+from shared.transfer.receiver import Receiver
+from shared.transfer.sender import HeadShard, Sender
+from shared.transfer.service import KvTransferService
+from shared.transfer.setup import make_hosts, make_links
+from shared.transfer.shm_socket import listen_privately
+from shared.worker_config import TlsConfig, WorkerConfig
+from shared.worker_info import KvGeometry, Role
+from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
+from tests.support.eventually import eventually
+from tests.support.fake_runner import GEOMETRY, FakeRunner, expected_tokens
+from tests.support.fake_transport import FakeConnector, FakeHost, FakeWire, Fault
+
+CPU = torch.device("cpu")
+FOUR_HEADS = replace(GEOMETRY, num_kv_heads=4)
+TRANSPORTS = ("grpc", "shm", "gloo")
+ROOT = Path(__file__).parents[2]
+
+
+def config_of(transport: str, timeout_s: float = 2.0) -> WorkerConfig:
+    return WorkerConfig(transport=transport, transfer_timeout_s=timeout_s, max_num_batched_tokens=64)
+
+
+def runner_of(role: Role, num_blocks: int = 64, geometry: KvGeometry = GEOMETRY) -> FakeRunner:
+    runner = FakeRunner(num_blocks, geometry)
+    if role is Role.DECODE:
+        runner.pool = KvPool(geometry, num_blocks, CPU, ReferenceKernels(), SharedStorage())
+    return runner
+
+
+async def add(made: Cluster, role: Role, transport: str, num_blocks: int = 64) -> FakeWorker:
+    return await made.add(role, num_blocks, config=config_of(transport), runner=runner_of(role, num_blocks))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_quarantined() -> None:
+    """A receiver that stops with blocks in quarantine never gives them back."""
+    metrics.quarantined_blocks.set(0)
+
+
+async def check_baseline(made: Cluster) -> None:
+    async with asyncio.timeout(5):
+        for worker in made.workers:
+            await worker.worker.streams.wait_idle()
+            await eventually(worker.is_idle)
+    for worker in made.workers:
+        worker.check_baseline()
+    assert metrics.quarantined_blocks._value.get() == 0
+
+
+def received_bytes(transport: str) -> float:
+    return metrics.transferred_bytes.labels("received", transport)._value.get()
+
+
+def num_links_made() -> float:
+    return sum(float(metrics.links.labels(name, "made")._value.get()) for name in TRANSPORTS)
+
+
+# The whole path, router to decode
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+class TestCluster:
+    async def test_prompts_of_any_length_continue_with_the_right_tokens(self, transport: str) -> None:
+        before = received_bytes(transport)
+        async with cluster() as made:
+            await add(made, Role.PREFILL, transport)
+            await add(made, Role.DECODE, transport)
+            for length in (1, 15, 16, 17, 33, 200):
+                asked = request(prompt_of(length, length))
+                assert (await made.run(asked))[0] == expected_tokens(asked.token_ids, 8)
+            await check_baseline(made)
+        assert received_bytes(transport) > before
+
+    async def test_concurrent_transfers_over_one_link_do_not_mix(self, transport: str) -> None:
+        async with cluster() as made:
+            await add(made, Role.PREFILL, transport, 128)
+            await add(made, Role.DECODE, transport, 128)
+            asked = [request(prompt_of(60 + start, start)) for start in range(10)]
+            for r, tokens in zip(asked, await asyncio.gather(*[made.run(r) for r in asked]), strict=True):
+                assert tokens[0] == expected_tokens(r.token_ids, 8)
+            await check_baseline(made)
+
+    async def test_cached_prefix_is_not_sent_again_and_n_outputs_share_one_transfer(self, transport: str) -> None:
+        async with cluster() as made:
+            await add(made, Role.PREFILL, transport)
+            await add(made, Role.DECODE, transport)
+            shared = prompt_of(64)
+            await made.run(request([*shared, 1]))
+            before = received_bytes(transport)
+            asked = request([*shared, 2, 3], n=3, seed=5)
+            tokens = await made.run(asked)
+            assert tokens == {c: expected_tokens(asked.token_ids, 8, seed=5, choice=c) for c in range(3)}
+            assert received_bytes(transport) - before == GEOMETRY.block_bytes
+            await check_baseline(made)
+
+    async def test_client_that_leaves_at_any_time_frees_both_sides_and_spares_the_others(self, transport: str) -> None:
+        async with cluster() as made:
+            prefill = await add(made, Role.PREFILL, transport, 256)
+            decode = await add(made, Role.DECODE, transport, 256)
+            for num_steps in range(1, 5):
+                leaving = [made.dispatcher.generate(request(prompt_of(200, 10 * num_steps + i)), 20) for i in range(3)]
+                tasks = [asyncio.ensure_future(anext(generation)) for generation in leaving]
+                staying = request(prompt_of(150, num_steps))
+                running = asyncio.create_task(made.run(staying))
+                await until_steps(prefill, num_steps, tasks)
+                for task, generation in zip(tasks, leaving, strict=True):
+                    task.cancel()
+                    await generation.aclose()
+                assert (await running)[0] == expected_tokens(staying.token_ids, 8)
+                await asyncio.gather(*tasks, return_exceptions=True)
+            await check_baseline(made)
+            assert decode.worker.engine.num_reserved_and_held() == (0, 0)
+
+    async def test_receiver_that_is_replaced_is_linked_to_anew(self, transport: str) -> None:
+        async with cluster() as made:
+            await add(made, Role.PREFILL, transport)
+            first = await add(made, Role.DECODE, transport)
+            asked = request(prompt_of(70))
+            assert (await made.run(asked))[0] == expected_tokens(asked.token_ids, 8)
+            await made.remove(first)
+            await add(made, Role.DECODE, transport)
+            again = request(prompt_of(70, 3))
+            assert (await made.run(again))[0] == expected_tokens(again.token_ids, 8)
+            await check_baseline(made)
+
+    async def test_sender_that_is_replaced_is_linked_to_anew(self, transport: str) -> None:
+        async with cluster() as made:
+            first = await add(made, Role.PREFILL, transport)
+            await add(made, Role.DECODE, transport)
+            assert await made.run(request(prompt_of(70)))
+            await made.remove(first)
+            await add(made, Role.PREFILL, transport)
+            again = request(prompt_of(70, 3))
+            assert (await made.run(again))[0] == expected_tokens(again.token_ids, 8)
+            await check_baseline(made)
+
+
+async def until_steps(worker: FakeWorker, num_steps: int, tasks: list[asyncio.Future[object]]) -> None:
+    """So many steps from now, or until there is nothing left to compute."""
+    target = worker.runner.num_steps + num_steps
+    await eventually(lambda: worker.runner.num_steps >= target or all(task.done() for task in tasks))
+
+
+# One sender and one receiver
+
+
+class Pair:
+    """A real receiver behind a real server, and a sender's pool full of known bytes."""
+
+    def __init__(self, worker: FakeWorker, receiver: Receiver, links: Links) -> None:
+        self.worker = worker
+        self.receiver = receiver
+        self.links = links
+        self.num_links_before = num_links_made()
+        self.channels = Channels(TlsConfig())
+        self.geometry = worker.worker.geometry
+        self.pool = random_pool(self.geometry, 1)
+
+    def expect(self, num_tokens: int, transfer_id: bytes = b"t" * 16) -> None:
+        """One output token, so that what is committed has also finished."""
+        self.receiver.expect(transfer_id, request(prompt_of(num_tokens, sum(transfer_id)), max_tokens=1))
+
+    def num_missing(self) -> int:
+        """Blocks of the one transfer that have not come."""
+        (expected,) = self.receiver._expected.values()
+        assert expected.reservation is not None
+        return int(expected.reservation.missing.any(axis=(1, 2)).sum())
+
+    def reserved_blocks(self, transfer_id: bytes = b"t" * 16) -> list[int]:
+        reservation = self.receiver._expected[transfer_id].reservation
+        assert reservation is not None
+        return list(reservation.sequence.block_table)
+
+    def sender(self, attempt: int = 0, transfer_id: bytes = b"t" * 16, shards: list[HeadShard] | None = None) -> Sender:
+        address = self.worker.info().address
+        destination = control_pb2.Destination(
+            transfer_id=transfer_id, attempt=attempt, boot_id=self.worker.worker.boot_id, address=address
+        )
+        channel = self.channels.get(address)
+        return Sender(self.links, channel, destination, self.geometry, shards or [HeadShard(self.pool)], 2.0)
+
+    def num_reserved(self) -> int:
+        return self.worker.worker.engine.num_reserved_and_held()[0]
+
+    async def is_baseline(self) -> None:
+        await eventually(lambda: self.num_reserved() == 0)
+        self.worker.check_baseline()
+        assert metrics.quarantined_blocks._value.get() == 0
+
+
+async def finish(sender: Sender, first_block: int, block_ids: list[int], num_blocks_each: int = 64) -> None:
+    """Pushes the rest of the prompt, so many blocks at a time, and commits."""
+    for start in range(0, len(block_ids), num_blocks_each):
+        await sender.push(first_block + start, block_ids[start : start + num_blocks_each])
+    await sender.commit([Token(0, 7)], 0)
+
+
+def random_pool(geometry: KvGeometry, seed: int, num_blocks: int = 64) -> KvPool:
+    pool = KvPool(geometry, num_blocks, CPU, ReferenceKernels())
+    pool.kv.copy_(torch.randn(pool.kv.shape, generator=torch.Generator().manual_seed(seed)))
+    return pool
+
+
+@asynccontextmanager
+async def pair(
+    transport: str, wire: FakeWire | None = None, lease_s: float = 5.0, geometry: KvGeometry = GEOMETRY
+) -> AsyncIterator[Pair]:
+    """`wire`: of the fake transport, which is then used whatever `transport` says."""
+    worker = FakeWorker(Role.DECODE, 64, config_of(transport), runner_of(Role.DECODE, 64, geometry))
+    made = worker.worker
+    if wire is None:
+        hosts = make_hosts(made.config, made.pool, made.boot_id, lambda: "127.0.0.1")
+        links = make_links(made.config, random_pool(geometry, 2), lambda: "127.0.0.1")
+    else:
+        hosts, links = Hosts([FakeHost(wire, made.pool)]), Links([FakeConnector(wire)])
+    receiver = Receiver(made.engine, made.pool, geometry, made.boot_id, lease_s, made.streams.deliver, hosts)
+    made.streams.after_step = receiver.notify_room
+    await start_server(worker, receiver)
+    both = Pair(worker, receiver, links)
+    try:
+        yield both
+    finally:
+        await links.close()
+        await both.channels.close()
+        await hosts.close()
+        await worker.stop()
+
+
+async def start_server(worker: FakeWorker, receiver: Receiver) -> None:
+    service = KvTransferService(receiver, 2.0)
+    worker._server.add(kv_pb2_grpc.add_KvTransferServicer_to_server, service, "twostroke.v1.KvTransfer")
+    worker.worker.listens_on(await worker._server.start("127.0.0.1", 0))
+    worker.worker.engine.start()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+class TestPair:
+    async def test_blocks_arrive_bit_for_bit_in_several_pushes(self, transport: str) -> None:
+        async with pair(transport) as both:
+            both.expect(200)
+            sender = both.sender()
+            assert await sender.open(13) == 0
+            blocks = both.reserved_blocks()
+            await sender.push(0, list(range(20, 25)))
+            await finish(sender, 5, list(range(3, 11)))
+            assert sender.transport == transport
+            assert torch.equal(both.worker.runner.pool.kv[blocks], both.pool.kv[[*range(20, 25), *range(3, 11)]])
+            both.receiver.forget(b"t" * 16)
+            await both.is_baseline()
+
+    @pytest.mark.parametrize("phase", ["opened", "pushed"])
+    async def test_abort_in_any_phase_gives_all_back_and_the_link_is_used_again(self, transport: str, phase: str) -> None:
+        async with pair(transport) as both:
+            for attempt in range(3):
+                transfer_id = bytes([attempt]) * 16
+                both.expect(100, transfer_id)
+                sender = both.sender(0, transfer_id)
+                await sender.open(7)
+                if phase == "pushed":
+                    await sender.push(0, [1, 2, 3])
+                await sender.abort("test")
+                await sender.abort("test")
+                await both.is_baseline()
+                both.receiver.forget(transfer_id)
+            assert num_links_made() == both.num_links_before + 1
+
+    async def test_cancelled_push_stops_reading_and_writing(self, transport: str) -> None:
+        async with pair(transport) as both:
+            both.expect(400)
+            sender = both.sender()
+            await sender.open(25)
+            push = asyncio.create_task(sender.push(0, list(range(1, 26))))
+            await asyncio.sleep(0)
+            push.cancel()
+            with suppress(asyncio.CancelledError):
+                await push
+            await sender.abort("test")
+            await both.is_baseline()
+
+    async def test_broken_stream_frees_its_blocks_at_once(self, transport: str) -> None:
+        async with pair(transport, lease_s=60.0) as both:
+            both.expect(100)
+            sender = both.sender()
+            await sender.open(7)
+            await sender.push(0, [1, 2])
+            await eventually(lambda: both.num_missing() == 5)
+            sender._call.cancel()
+            await both.is_baseline()
+            await sender.abort("test")
+
+    async def test_expired_attempt_is_refused_and_the_next_one_succeeds(self, transport: str) -> None:
+        async with pair(transport, lease_s=0.1) as both:
+            both.expect(100)
+            late = both.sender(0)
+            await late.open(7)
+            await late.push(0, [1, 2])
+            await both.is_baseline()
+            with pytest.raises(TwostrokeError):  # not always StaleTransfer: gRPC may lose the reason when a write fails
+                await finish(late, 2, [3])
+            await late.abort("test")
+            await self.complete(both, attempt=1)
+
+    async def test_second_attempt_takes_over_from_the_first(self, transport: str) -> None:
+        async with pair(transport) as both:
+            both.expect(100)
+            first = both.sender(0)
+            await first.open(7)
+            await first.push(0, [1, 2])
+            await self.complete(both, attempt=1)
+            with pytest.raises(TwostrokeError):
+                await finish(first, 2, [3])
+            await first.abort("test")
+
+    async def complete(self, both: Pair, attempt: int) -> None:
+        sender = both.sender(attempt)
+        await sender.open(7)
+        blocks = both.reserved_blocks()
+        await finish(sender, 0, list(range(30, 37)))
+        assert torch.equal(both.worker.runner.pool.kv[blocks], both.pool.kv[30:37])
+        both.receiver.forget(b"t" * 16)
+        await both.is_baseline()
+
+    async def test_receiver_that_is_gone_is_a_definite_error(self, transport: str) -> None:
+        async with pair(transport) as both:
+            both.expect(100)
+            sender = both.sender()
+            await sender.open(7)
+            await both.receiver.hosts.close()
+            await both.worker._server.stop(0)
+            with pytest.raises(TwostrokeError):
+                await finish(sender, 0, [1, 2, 3])
+            await sender.abort("test")
+            with pytest.raises(TwostrokeError):
+                await both.sender(1).open(7)
+            both.receiver.forget(b"t" * 16)
+
+    @pytest.mark.parametrize("split", [(1, 3), (3, 1), (2, 1, 1), (4,)])
+    async def test_heads_of_an_unequally_split_sender_are_put_together(self, transport: str, split: tuple[int, ...]) -> None:
+        async with pair(transport, geometry=FOUR_HEADS) as both:
+            both.expect(100)
+            shards, whole = split_pool(both.pool, split)
+            sender = both.sender(shards=shards)
+            await sender.open(7)
+            blocks = both.reserved_blocks()
+            await finish(sender, 0, list(range(40, 47)))
+            assert torch.equal(both.worker.runner.pool.kv[blocks], whole[40:47])
+            both.receiver.forget(b"t" * 16)
+            await both.is_baseline()
+
+    async def test_half_of_the_heads_is_not_a_complete_block(self, transport: str) -> None:
+        async with pair(transport, geometry=FOUR_HEADS) as both:
+            both.expect(100)
+            shards, _ = split_pool(both.pool, (1, 3))
+            sender = both.sender(shards=shards)
+            await sender.open(7)
+            sender._shards = shards[:1]
+            await sender.push(0, list(range(40, 47)))
+            with pytest.raises(CorruptTransfer, match="7 blocks missing"):
+                await sender.commit([Token(0, 7)], 0)
+            await sender.abort("test")
+            both.receiver.forget(b"t" * 16)
+            await both.is_baseline()
+
+
+def split_pool(pool: KvPool, split: tuple[int, ...]) -> tuple[list[HeadShard], torch.Tensor]:
+    """Pools with some heads each, and what they are together."""
+    shards, first = [], 0
+    for count in split:
+        part = random_pool(replace(pool.geometry, num_kv_heads=count), 0)
+        part.kv.copy_(pool.kv[:, :, :, first : first + count])
+        shards.append(HeadShard(part, first))
+        first += count
+    return shards, pool.kv
+
+
+# Shared memory: who may write, and until when
+
+
+class TestFence:
+    async def test_blocks_go_back_only_after_the_writer_is_closed(self) -> None:
+        async with pair("shm", lease_s=0.05) as both:
+            both.expect(100)
+            sender = both.sender()
+            await sender.open(7)
+            writer = sender._writer
+            assert writer is not None
+            closed_when_given_back: list[bool] = []
+            give_back = both.receiver._give_back
+
+            def spy(expected: object) -> None:
+                closed_when_given_back.append(writer.is_closed)  # type: ignore[attr-defined]
+                give_back(expected)  # type: ignore[arg-type]
+
+            both.receiver._give_back = spy  # type: ignore[method-assign]
+            await both.is_baseline()
+            assert closed_when_given_back == [True]
+            with pytest.raises(StaleTransfer):
+                await sender.push(0, [1])
+            await sender.abort("test")
+
+    async def test_quarantine_outlives_the_stream_and_ends_with_the_answer(self) -> None:
+        wire = FakeWire()
+        async with pair("grpc", wire) as both:
+            both.expect(100)
+            await both.sender().open(7)
+            wire.may_answer.clear()
+            both.receiver.forget(b"t" * 16)
+            assert both.num_reserved() == 1
+            assert metrics.quarantined_blocks._value.get() == 7
+            wire.may_answer.set()
+            await both.is_baseline()
+
+    async def test_next_attempt_waits_for_the_fence_and_gives_up_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("shared.transfer.receiver._FENCE_TIMEOUT_S", 0.1)
+        wire = FakeWire()
+        async with pair("grpc", wire) as both:
+            both.expect(100)
+            await both.sender(0).open(7)
+            wire.may_answer.clear()
+            with pytest.raises(Overloaded, match="stopped writing"):
+                await both.sender(1).open(7)
+            waiting = asyncio.create_task(both.sender(2).open(7))
+            wire.may_answer.set()
+            assert await waiting == 0
+            both.receiver.forget(b"t" * 16)
+            await both.is_baseline()
+
+    async def test_stopped_sender_keeps_its_blocks_and_nobody_elses_until_it_answers_or_dies(self) -> None:
+        async with pair("shm", lease_s=0.2) as both, sender_process(both, "shm") as process:
+            for end in (signal.SIGCONT, signal.SIGKILL):
+                transfer_id = bytes([end]) * 16
+                both.expect(100, transfer_id)
+                assert await ask(process, f"open {transfer_id.hex()} 7") == "cached 0"
+                blocks = both.reserved_blocks(transfer_id)
+                assert await ask(process, "push 0 4") == "pushed by shm"
+                assert bool((both.worker.runner.pool.kv[blocks[:4]] == 1.0).all())
+                assert await ask(process, "storm") == "storming"
+                os.kill(process.pid, signal.SIGSTOP)
+                await eventually(lambda: metrics.quarantined_blocks._value.get() == 7)
+                both.receiver.forget(transfer_id)
+                assert both.num_reserved() == 1
+                await self.transfer_beside(both, bytes([end + 1]) * 16)
+                os.kill(process.pid, end)
+                await both.is_baseline()
+                both.worker.runner.pool.kv[blocks] = 2.0
+                if end == signal.SIGCONT:
+                    assert (await answer(process)).endswith("by StaleTransfer")
+                assert bool((both.worker.runner.pool.kv[blocks] == 2.0).all())
+
+    async def transfer_beside(self, both: Pair, other: bytes) -> None:
+        both.expect(100, other)
+        sender = both.sender(0, other)
+        await sender.open(7)
+        await finish(sender, 0, list(range(1, 8)))
+        both.receiver.forget(other)
+
+    async def test_sender_killed_while_it_writes_frees_at_once(self) -> None:
+        async with pair("shm", lease_s=60.0) as both, sender_process(both, "shm") as process:
+            both.expect(100)
+            await ask(process, f"open {(b't' * 16).hex()} 7")
+            await ask(process, "storm")
+            process.kill()
+            await both.is_baseline()
+
+    async def test_killed_sender_takes_its_communicator_with_it(self) -> None:
+        async with pair("gloo", lease_s=60.0) as both, sender_process(both, "gloo") as process:
+            both.expect(100)
+            await ask(process, f"open {(b't' * 16).hex()} 7")
+            process.kill()
+            await both.is_baseline()
+
+    async def test_receivers_end_unmaps_its_pool_at_the_sender(self) -> None:
+        async with pair("shm") as both:
+            both.expect(100)
+            sender = both.sender()
+            await sender.open(7)
+            num_mappings = num_pool_mappings()
+            await both.receiver.hosts.close()
+            await eventually(lambda: num_pool_mappings() == num_mappings - 1)
+            with pytest.raises(Unavailable):
+                await sender.push(0, [1])
+            await sender.abort("test")
+            both.receiver.forget(b"t" * 16)
+
+    async def test_nothing_is_left_in_the_file_system(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        killed, _ = listen_privately()
+        killed.close()  # as the kernel does it, without removing the folder
+        async with pair("shm") as both:
+            assert permissions_of_entries(tmp_path) == [0o700]
+            both.expect(20)
+            await both.sender().open(2)
+        assert permissions_of_entries(tmp_path) == []
+
+
+def permissions_of_entries(folder: Path) -> list[int]:
+    return [entry.stat().st_mode & 0o777 for entry in folder.iterdir()]
+
+
+def num_pool_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:twostroke-kv")
+
+
+@asynccontextmanager
+async def sender_process(both: Pair, transport: str) -> AsyncIterator[Process]:
+    info = both.worker.info()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.support.sender_process",
+        info.address,
+        info.boot_id,
+        transport,
+        stdin=PIPE,
+        stdout=PIPE,
+        cwd=ROOT,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
+async def ask(process: Process, command: str) -> str:
+    assert process.stdin is not None
+    process.stdin.write(f"{command}\n".encode())
+    return await answer(process)
+
+
+async def answer(process: Process) -> str:
+    assert process.stdout is not None
+    async with asyncio.timeout(30):
+        return (await process.stdout.readline()).decode().strip()
+
+
+# Faults of the wire
+
+
+@pytest.mark.parametrize("fault", [Fault.DROP, Fault.DUPLICATE, Fault.REORDER, Fault.CORRUPT_HEADER, Fault.DIE])
+async def test_faulty_chunk_ends_the_attempt_and_the_next_one_succeeds(fault: Fault) -> None:
+    wire = FakeWire()
+    async with pair("grpc", wire) as both:
+        both.expect(200)
+        sender = both.sender(0)
+        await sender.open(13)
+        wire.faults = {1: fault}
+        with pytest.raises(TwostrokeError):
+            await finish(sender, 0, list(range(1, 14)), num_blocks_each=4)
+        await sender.abort("test")
+        await both.is_baseline()
+        again = both.sender(1)
+        await again.open(13)
+        blocks = both.reserved_blocks()
+        await finish(again, 0, list(range(1, 14)))
+        assert torch.equal(both.worker.runner.pool.kv[blocks], both.pool.kv[1:14])
+        both.receiver.forget(b"t" * 16)
+        await both.is_baseline()
+
+
+async def test_delayed_sender_finds_its_attempt_expired() -> None:
+    wire = FakeWire()
+    async with pair("grpc", wire, lease_s=0.05) as both:
+        both.expect(100)
+        sender = both.sender()
+        await sender.open(7)
+        wire.may_write.clear()
+        push = asyncio.create_task(sender.push(0, [1, 2]))
+        await both.is_baseline()
+        wire.may_write.set()
+        with pytest.raises(StaleTransfer):
+            await push
+        await sender.abort("test")
+
+
+async def test_every_prefill_of_a_dying_link_ends_in_the_right_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = FakeWire()
+    monkeypatch.setattr(decode_main, "make_hosts", lambda config, pool, boot_id, host_name: Hosts([FakeHost(wire, pool)]))
+    monkeypatch.setattr(prefill_main, "make_links", lambda config, pool, host_name: Links([FakeConnector(wire)]))
+    async with cluster() as made:
+        await made.add(Role.PREFILL)
+        await made.add(Role.DECODE)
+        for fault in Fault:
+            wire.faults = {1: fault}
+            asked = request(prompt_of(200, fault.value))
+            assert (await made.run(asked))[0] == expected_tokens(asked.token_ids, 8)
+        await check_baseline(made)
+
+
+# Choice
+
+
+class Unreachable:
+    """A transport that looks possible and is not."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.num_tries = 0
+
+    async def connect(self, peer: object, offer: object) -> object:
+        self.num_tries += 1
+        raise LinkLost("no way there")
+
+
+class TestChoice:
+    async def test_best_common_transport_is_taken_and_shown(self) -> None:
+        async with cluster() as made:
+            prefill = await add(made, Role.PREFILL, "auto")
+            decode = await add(made, Role.DECODE, "auto")
+            assert prefill.info().transports == ("shm", "gloo", "grpc")
+            assert decode.info().transports == ("shm", "gloo", "grpc")
+            before = received_bytes("shm")
+            await made.run(request(prompt_of(40)))
+            assert received_bytes("shm") - before == 3 * GEOMETRY.block_bytes
+
+    async def test_private_pool_is_not_offered_and_network_serves(self) -> None:
+        async with cluster() as made:
+            await add(made, Role.PREFILL, "auto")
+            decode = await made.add(Role.DECODE, config=config_of("auto"))
+            assert decode.info().transports == ("gloo", "grpc")
+            before = received_bytes("gloo")
+            await made.run(request(prompt_of(40)))
+            assert received_bytes("gloo") > before
+
+    async def test_transport_that_does_not_work_gives_way_to_the_next_and_is_not_tried_each_time(self) -> None:
+        async with pair("auto") as both:
+            broken = Unreachable("shm")
+            connectors: list[Connector] = [broken, InlineConnector()]  # type: ignore[list-item]
+            both.links = Links(connectors)
+            for number in range(3):
+                transfer_id = bytes([number]) * 16
+                both.expect(20, transfer_id)
+                sender = both.sender(0, transfer_id)
+                await sender.open(2)
+                assert sender.transport == "grpc"
+                await sender.abort("test")
+            assert broken.num_tries == 1
+
+    async def test_forced_transport_that_the_other_side_lacks_is_refused_by_name(self) -> None:
+        async with pair("grpc") as both:
+            both.links = make_links(config_of("gloo"), both.pool, lambda: "127.0.0.1")
+            both.expect(20)
+            with pytest.raises(IncompatiblePeer, match="offers grpc; this worker is told to use gloo"):
+                await both.sender().open(2)
+
+    def test_transport_that_this_worker_cannot_do_ends_it_with_one_line(self) -> None:
+        with pytest.raises(ConfigError, match="--transport is nccl, but this worker can only do"):
+            make_links(config_of("nccl"), random_pool(GEOMETRY, 1), lambda: "")
+        with pytest.raises(ConfigError, match="--transport is shm"):
+            make_hosts(config_of("shm"), random_pool(GEOMETRY, 1), "boot", lambda: "")
+
+    def test_with_tls_nothing_is_sent_in_the_clear_unasked(self) -> None:
+        config = WorkerConfig(tls_cert="cert", tls_key="key")
+        assert make_links(config, random_pool(GEOMETRY, 1), lambda: "").transports == ("shm", "grpc")
