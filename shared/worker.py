@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.channels import Channels
+from shared.engine import sizing
 from shared.engine.blocks import BlockManager
 from shared.engine.engine import Engine
 from shared.engine.plan import Event
@@ -111,7 +112,7 @@ def _scheduler(config: WorkerConfig, role: Role, runner: ModelRunner) -> Schedul
         blocks,
         digest=runner.pool.geometry.digest,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or (2048 if role is Role.PREFILL else 512),
+        max_num_batched_tokens=sizing.max_step_tokens(config, role),
         max_model_len=runner.max_model_len,
     )
 

@@ -14,7 +14,7 @@ _STEP_TOKENS = {Role.PREFILL: 2048, Role.DECODE: 512, Role.COLOCATED: 512}
 
 # On a CPU the pool shares memory with all else that runs there, so it takes less than it could unless told.
 _CPU_SHARE = 0.25
-_CPU_MOST_BYTES = 4 << 30
+_CPU_MOST_BYTES = 2 << 30
 
 
 def choose_max_model_len(wanted: int | None, max_position: int) -> int:
@@ -24,8 +24,8 @@ def choose_max_model_len(wanted: int | None, max_position: int) -> int:
 
 
 def max_step_tokens(config: WorkerConfig, role: Role) -> int:
-    """Most tokens in one step of a worker."""
-    return config.max_num_batched_tokens or _STEP_TOKENS[role]
+    """The token budget of a step. Unless told, as much as suits the role, and at least a token for each running sequence."""
+    return config.max_num_batched_tokens or max(_STEP_TOKENS[role], config.max_num_seqs)
 
 
 def check_weights_fit(size_bytes: int, device: torch.device) -> None:
