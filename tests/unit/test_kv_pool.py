@@ -110,7 +110,7 @@ def config(**options: object) -> WorkerConfig:
 def test_the_default_pool_on_a_cpu_is_a_share_of_memory_and_no_more_than_is_useful() -> None:
     block_bytes = GEOMETRY.block_bytes
     assert sizing.cpu_num_blocks(config(), GEOMETRY, 1 << 20, 1000 * block_bytes) == 250
-    assert sizing.cpu_num_blocks(config(), GEOMETRY, 1 << 30, 1 << 40) == (4 << 30) // block_bytes
+    assert sizing.cpu_num_blocks(config(), GEOMETRY, 1 << 30, 1 << 40) == (2 << 30) // block_bytes
     assert sizing.cpu_num_blocks(config(max_num_seqs=3), GEOMETRY, 33, 1 << 40) == 3 * 3 + 1
 
 
