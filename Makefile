@@ -35,6 +35,9 @@ bench-cpu: setup  ## the same work on every engine of this machine, one after an
 gpu-check: setup $(VENV)/.installed-dev  ## test and measure the GPU kernels on this machine's GPU
 	@$(BIN)/python -m bench.gpu_check
 
+chaos: setup $(VENV)/.installed-dev  ## real processes under load and a hundred random faults; options go into ARGS
+	@$(BIN)/python -m tests.chaos $(ARGS)
+
 lint: $(VENV)/.installed-dev  ## check style and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -185,10 +184,3 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, 
         error = Internal(f"{method} failed: {type(error).__name__}")
     code, details, trailing = status_of(error)
     await context.abort(code, details, trailing)
-
-
-async def cancel_and_wait(task: asyncio.Task[Any] | None) -> None:
-    """Cancels a task and waits until it has ended, whatever it ends with."""
-    if task is not None:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

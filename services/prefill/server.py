@@ -42,8 +42,7 @@ class PrefillService(control_pb2_grpc.PrefillServicer):
             raise Unavailable("this worker is draining")
         request = request_from_wire(message.sequence)
         self._worker.check_tokens(request)
-        if len(message.destination.transfer_id) != 16:
-            raise InvalidRequest("destination.transfer_id must have 16 bytes", param="transfer_id")
+        _check(message.destination)
         worker = self._worker
         channel = self._channels.get(message.destination.address)
         shards = [HeadShard(worker.pool)]
@@ -62,6 +61,14 @@ class PrefillService(control_pb2_grpc.PrefillServicer):
         finally:
             self._streams.close(request.request_id)
             self._engine.abort(request.request_id)
+
+
+def _check(destination: control_pb2.Destination) -> None:
+    if len(destination.transfer_id) != 16:
+        raise InvalidRequest("destination.transfer_id must have 16 bytes", param="transfer_id")
+    host, _, port = destination.address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise InvalidRequest(f"destination.address is {destination.address!r}; it must be host:port", param="address")
 
 
 class _Shipment:

@@ -14,8 +14,8 @@ from services.router.fleet import Fleet, can_pair
 from services.router.generation import Generation, LegFailed
 from services.router.placement import Placement
 from shared.errors import TwostrokeError, Unavailable
-from shared.grpc_serving import cancel_and_wait
 from shared.request import Request, SamplingParams
+from shared.tasks import cancel_and_wait, start_essential
 from shared.worker_info import Role
 
 log = logging.getLogger(__name__)
@@ -31,9 +31,10 @@ class Dispatcher:
         self._proven: set[str] = set()  # boot ids of decode workers that have served a canary
         self._canaries: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
+        self._last_max_model_len: int | None = None
 
     async def start(self) -> None:
-        self._canaries = asyncio.create_task(self._prove_newcomers())
+        self._canaries = start_essential(self._prove_newcomers(), "canaries")
 
     async def stop(self) -> None:
         await cancel_and_wait(self._canaries)
@@ -58,11 +59,14 @@ class Dispatcher:
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence that every usable worker takes."""
+        """The longest sequence that every usable worker takes; while there is none, what the last ones took, so that a request can
+        wait for one."""
         lengths = [w.max_model_len for w in self._fleet.live()]
-        if not lengths:
+        if lengths:
+            self._last_max_model_len = min(lengths)
+        if self._last_max_model_len is None:
             raise Unavailable("no worker is registered")
-        return min(lengths)
+        return self._last_max_model_len
 
     async def _prove_newcomers(self) -> None:
         while True:

@@ -23,6 +23,7 @@ from shared.worker_info import Role, WorkerInfo
 
 _FIRST_REST_S = 0.5
 _LONGEST_REST_S = 5.0
+_FADING_PER_HEARTBEAT = 0.98
 
 
 class Fleet:
@@ -33,11 +34,16 @@ class Fleet:
         self._always_hand_off = always_hand_off
         self._rests: dict[str, tuple[float, float]] = {}  # boot id -> (until, length)
         self._sent: Counter[str] = Counter()  # worker id -> requests sent since its last heartbeat
+        self._transfer_s: dict[str, float] = {}  # prefill worker id -> moving average
         self._changed = asyncio.Event()
 
     def notify_change(self, worker_id: str) -> None:
         """A worker appeared, went, or reported its load, which now includes what was sent before."""
         self._sent.pop(worker_id, None)
+        if worker_id not in self._watcher.workers:
+            self._transfer_s.pop(worker_id, None)
+        elif worker_id in self._transfer_s:  # a slow one is tried again some day, although it is not used meanwhile
+            self._transfer_s[worker_id] *= _FADING_PER_HEARTBEAT
         self._changed.set()
 
     async def wait_for_change(self) -> None:
@@ -53,32 +59,44 @@ class Fleet:
 
     async def place(self, request: Request, exclude: Collection[str], among: Collection[WorkerInfo] | None = None) -> Placement:
         """Where the request should run. `exclude` holds boot ids. Raises Unavailable."""
-        workers = [w for w in (self.live() if among is None else among) if w.boot_id not in exclude]
+        workers = self.live() if among is None else among
+        excluded = {w.worker_id for w in workers if w.boot_id in exclude}
         rested = [w for w in workers if not self._is_resting(w)]
         cached = await self._cached_blocks(request, workers)
         try:
-            placement = self._place(request, rested, cached)
+            placement = self._place(request, rested, cached, excluded)
         except Unavailable:
-            placement = self._place(request, workers, cached)
+            placement = self._place(request, workers, cached, excluded)
         for worker in (placement.prefill, placement.decode):
             if worker is not None:
                 self._sent[worker.worker_id] += 1
         return placement
 
-    def _place(self, request: Request, workers: Collection[WorkerInfo], cached: Mapping[str, int]) -> Placement:
+    def _place(
+        self, request: Request, workers: Collection[WorkerInfo], cached: Mapping[str, int], excluded: Collection[str]
+    ) -> Placement:
         return place(
             len(request.token_ids),
             workers,
             cached,
             self._sent,
+            exclude=excluded,
             tie_breaker=request.request_id,
             always_hand_off=self._always_hand_off,
+            transfer_s=self._transfer_s,
         )
+
+    def observe_transfer(self, prefill: WorkerInfo, seconds: float) -> None:
+        """How long a prompt's last blocks and its commit took after it was computed."""
+        before = self._transfer_s.get(prefill.worker_id, seconds)
+        self._transfer_s[prefill.worker_id] = 0.8 * before + 0.2 * seconds
 
     def failed(self, worker: WorkerInfo) -> None:
         _, length = self._rests.get(worker.boot_id, (0.0, _FIRST_REST_S / 2))
         length = min(2 * length, _LONGEST_REST_S)
-        self._rests[worker.boot_id] = (time.monotonic() + length, length)
+        now = time.monotonic()
+        self._rests = {boot: rest for boot, rest in self._rests.items() if rest[0] > now - _LONGEST_REST_S}
+        self._rests[worker.boot_id] = (now + length, length)
 
     def succeeded(self, worker: WorkerInfo) -> None:
         self._rests.pop(worker.boot_id, None)

@@ -37,10 +37,12 @@ _MAX_PREFILL_ATTEMPTS = 3
 
 
 class LegFailed(Exception):
-    """One leg of a request ended with an error that another worker may not have."""
+    """One leg of a request ended with an error that another worker may not have. `reached`: the worker had taken the request on,
+    so that the request may be what broke it."""
 
-    def __init__(self, leg: str, worker: WorkerInfo, error: TwostrokeError) -> None:
+    def __init__(self, leg: str, worker: WorkerInfo, error: TwostrokeError, reached: bool = True) -> None:
         super().__init__(f"{leg} {worker.worker_id}: {error.message}")
+        self.reached = reached
         self.leg = leg
         self.worker = worker
         self.error = error
@@ -126,8 +128,9 @@ class Generation:
         exclude: set[str] = set()
         may_hand_off = True
         num_failures = 0
+        give_up = self._give_up_at()
         while True:
-            placement = await self._place(request, exclude)
+            placement = await self._place(request, exclude, give_up)
             if not may_hand_off:
                 placement = Placement(prefill=None, decode=placement.decode)
             try:
@@ -140,8 +143,10 @@ class Generation:
                 return None
             if any(len(c.token_ids) > len(request.token_ids) for c in unfinished):
                 return await self._continue(unfinished)
-            num_failures += 1
-            if num_failures == _MAX_FAILURES:
+            if failed.reached:
+                num_failures += 1
+                give_up = self._give_up_at()
+            if num_failures == _MAX_FAILURES or time.monotonic() >= give_up:
                 raise failed.error
             if failed.leg == "decode":
                 exclude.add(failed.worker.boot_id)
@@ -160,9 +165,12 @@ class Generation:
         except* TwostrokeError as errors:
             raise errors.exceptions[0] from None
 
-    async def _place(self, request: Request, exclude: set[str]) -> Placement:
-        """Waits, within reason, while nobody can serve: a worker that died is usually back soon."""
-        give_up = min(self._deadline, time.monotonic() + self._worker_wait_s)
+    def _give_up_at(self) -> float:
+        """How long to wait from now on for a worker that takes the request: one that died is usually back soon."""
+        return min(self._deadline, time.monotonic() + self._worker_wait_s)
+
+    async def _place(self, request: Request, exclude: set[str], give_up: float) -> Placement:
+        """Waits while nobody can serve."""
         while True:
             try:
                 return await self._fleet.place(request, exclude)
@@ -187,7 +195,7 @@ class Generation:
         call = stub.Generate(message, timeout=self._remaining_s())
         prefill: asyncio.Task[None] | None = None
         try:
-            accepted = await _read(call, decode)
+            accepted = await _read(call, decode, reached=False)
             if placement.prefill is not None:
                 destination = control_pb2.Destination(
                     transfer_id=transfer_id, address=decode.address, boot_id=accepted.accepted.boot_id
@@ -231,6 +239,7 @@ class Generation:
             try:
                 reply = await stub.Prefill(message, timeout=self._remaining_s())
                 self._fleet.succeeded(prefill)
+                self._fleet.observe_transfer(prefill, reply.transfer_s)
                 metrics.observe_prefill(reply)
                 return
             except grpc.RpcError as error:
@@ -238,12 +247,18 @@ class Generation:
             if not isinstance(failed, LegFailed) or isinstance(failed.error, Overloaded):
                 raise failed  # no other prefill worker would fare better: the mistake is the client's, or decode is full
             exclude.add(prefill.boot_id)
-            among = [w for w in self._fleet.live() if w.boot_id == decode.boot_id or not w.role.can_decode]
-            another = (await self._fleet.place(request, exclude, among)).prefill
+            another = await self._another_prefill(request, decode, exclude)
             if another is None or attempt == _MAX_PREFILL_ATTEMPTS - 1:
                 raise failed
             self._note_failure(failed)
             prefill = another
+
+    async def _another_prefill(self, request: Request, decode: WorkerInfo, exclude: set[str]) -> WorkerInfo | None:
+        among = [w for w in self._fleet.live() if w.boot_id == decode.boot_id or not w.role.can_decode]
+        try:
+            return (await self._fleet.place(request, exclude, among)).prefill
+        except Unavailable:  # the decode worker drains or is listed no more, though its stream may still be there
+            return None
 
     def _note_failure(self, failed: LegFailed) -> None:
         log.warning("request %s: %s", self._request.request_id, failed)
@@ -267,18 +282,18 @@ async def _first_reply(call: Any, decode: WorkerInfo, prefill: asyncio.Task[None
         read.cancel()
 
 
-async def _read(call: Any, decode: WorkerInfo) -> Any:
+async def _read(call: Any, decode: WorkerInfo, reached: bool = True) -> Any:
     try:
         reply = await call.read()
     except grpc.RpcError as error:
-        raise _leg_failed("decode", decode, error) from None
+        raise _leg_failed("decode", decode, error, reached) from None
     if reply is grpc.aio.EOF:
-        raise LegFailed("decode", decode, Unavailable("the stream ended early"))
+        raise LegFailed("decode", decode, Unavailable("the stream ended early"), reached)
     return reply
 
 
-def _leg_failed(leg: str, worker: WorkerInfo, rpc_error: grpc.RpcError) -> Exception:
+def _leg_failed(leg: str, worker: WorkerInfo, rpc_error: grpc.RpcError, reached: bool = True) -> Exception:
     """The client's own mistakes are the answer; everything else is a failure of the leg. (The request's own deadline is kept by
     `Generation._run`; a DEADLINE_EXCEEDED here is a step inside the leg that took too long.)"""
     error = from_rpc_error(rpc_error)
-    return error if isinstance(error, InvalidRequest) else LegFailed(leg, worker, error)
+    return error if isinstance(error, InvalidRequest) else LegFailed(leg, worker, error, reached)

@@ -17,14 +17,17 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from types import MappingProxyType
 
 from shared.errors import Unavailable
 from shared.worker_info import Role, WorkerInfo
 
-# Assumed where nothing is measured. Only ratios matter, and the first request to a worker replaces the speed.
+# Assumed where nothing is measured. Only ratios matter, and the first request to a worker replaces them.
 DEFAULT_PREFILL_TOKENS_PER_S = 2000.0
-TRANSFER_TOKENS_PER_S = 50_000.0  # of KV, beyond what is hidden behind the compute
-HANDOFF_S = 0.005  # two calls more, and the first token comes from elsewhere
+DEFAULT_TRANSFER_TOKENS_PER_S = 50_000.0  # of KV, beyond what is hidden behind the compute
+CALLS_S = 0.003  # a handoff takes two calls more than computing locally
+
+NOTHING_MEASURED: Mapping[str, float] = MappingProxyType({})
 
 # A delayed stream weighs less than a delayed first token: its reader already has something to read.
 STREAM_DELAY_WEIGHT = 0.25
@@ -49,6 +52,7 @@ def place(
     exclude: Collection[str] = (),
     tie_breaker: str = "",
     always_hand_off: bool = False,
+    transfer_s: Mapping[str, float] = NOTHING_MEASURED,
 ) -> Placement:
     """The cheapest placement. Raises Unavailable, naming what is missing.
 
@@ -59,12 +63,13 @@ def place(
     exclude: worker ids that must not be used
     always_hand_off: every prompt goes over a prefill worker if there is one that fits, whatever it costs
     tie_breaker: decides between equal costs; give each router, or request, its own, so that not all choose the same worker
+    transfer_s: by prefill worker id, how long its transfers lately took beyond what the compute hid, in seconds
     """
     usable = [w for w in workers if not w.draining and w.worker_id not in exclude and _fits(prompt_tokens, w)]
     decoders = [w for w in usable if w.role.can_decode]
     if not decoders:
         raise Unavailable(_what_is_missing(prompt_tokens, workers, exclude))
-    costs = _Costs(prompt_tokens, cached_blocks, extra_load, _typical_speed(workers))
+    costs = _Costs(prompt_tokens, cached_blocks, extra_load, transfer_s, _typical_speed(workers))
 
     local = [Placement(None, decode) for decode in decoders]
     pairs: list[Placement] = []
@@ -84,13 +89,14 @@ class _Costs:
     prompt_tokens: int
     cached_blocks: Mapping[str, int]
     extra_load: Mapping[str, int]
+    transfer_s: Mapping[str, float]
     typical_tokens_per_s: float
 
     def total(self, placement: Placement) -> float:
         decode = placement.decode
         if placement.prefill is None:
             return self.local(decode) + self.decode(decode)
-        return self.prefill(placement.prefill) + self.transfer(decode) + self.decode(decode)
+        return self.prefill(placement.prefill) + self.transfer(placement.prefill, decode) + self.decode(decode)
 
     def prefill(self, worker: WorkerInfo) -> float:
         return self._queue_s(worker) + self._compute_s(worker)
@@ -99,8 +105,9 @@ class _Costs:
         num_disturbed = worker.load.num_running
         return self._queue_s(worker) + self._compute_s(worker) * (1 + STREAM_DELAY_WEIGHT * num_disturbed)
 
-    def transfer(self, decode: WorkerInfo) -> float:
-        return HANDOFF_S + self._uncached_tokens(decode) / TRANSFER_TOKENS_PER_S
+    def transfer(self, prefill: WorkerInfo, decode: WorkerInfo) -> float:
+        assumed_s = self._uncached_tokens(decode) / DEFAULT_TRANSFER_TOKENS_PER_S
+        return CALLS_S + self.transfer_s.get(prefill.worker_id, assumed_s)
 
     def decode(self, worker: WorkerInfo) -> float:
         num_others = worker.load.num_running + worker.load.num_waiting + self._num_extra(worker)

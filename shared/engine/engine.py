@@ -22,6 +22,7 @@ from shared.engine.plan import Event, Failure, Plan, Progress, SampledToken
 from shared.engine.sampler import NotFiniteLogits
 from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Sequence as EngineSequence
+from shared.engine.watchdog import Watchdog
 from shared.errors import Internal, TwostrokeError, Unavailable
 from shared.request import Output, Request
 from shared.worker_info import Load
@@ -52,9 +53,11 @@ class Engine:
         self._num_steps = 0
         self._num_failures = 0
         self._prefill_rate = _PrefillRate()
+        self._watchdog = Watchdog(_exit_stuck)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
+        self._watchdog.start()
         self._thread.start()
 
     def stop(self) -> None:
@@ -63,6 +66,7 @@ class Engine:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
+        self._watchdog.stop()
 
     # Requests
 
@@ -153,12 +157,15 @@ class Engine:
             return True  # a preemption made room and nothing else happened: look again
         self._announce_first_chunks(plan)
         started = time.perf_counter()
+        self._watchdog.begin(plan.num_tokens)
         try:
             samples = self._runner.execute(plan)
         except Exception as error:
             self._fail(plan, error)
             return True
-        executed = time.perf_counter()
+        finally:
+            executed = time.perf_counter()
+            self._watchdog.end(plan.num_tokens, executed - started)
         with self._wake:
             events = self._scheduler.update(plan, samples)
             self._num_steps += 1
@@ -200,6 +207,11 @@ class Engine:
         if self._num_failures >= _MAX_CONSECUTIVE_FAILURES:
             log.critical("%d steps failed in a row; exiting", self._num_failures)
             os._exit(_EXIT_CODE)
+
+
+def _exit_stuck(lasted_s: float) -> None:
+    log.critical("a step has not ended after %.1f s; exiting, so that others continue its requests", lasted_s)
+    os._exit(_EXIT_CODE)
 
 
 class _PrefillRate:

@@ -19,12 +19,12 @@ from typing import Any
 from redis.asyncio.client import PubSub
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from shared.grpc_serving import cancel_and_wait
 from shared.index.block_publisher import BlockPublisher, BlockSource
 from shared.index.connection import OPERATION_TIMEOUT_S, REDIS_ERRORS, Backoff, connect, describe
 from shared.index.fleet_view import FleetView
 from shared.index.keys import GOODBYES, HEARTBEATS, ROSTER, blocks_key, entry_key
 from shared.index.metrics import ERRORS
+from shared.tasks import cancel_and_wait, start_essential
 from shared.worker_info import WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Registration:
         """Returns at once; a worker can serve before, and without, Redis."""
         info = self._info()
         self._publisher = BlockPublisher(self._redis, blocks_key(info.worker_id, info.boot_id), self._blocks, self._ttl_ms)
-        self._task = asyncio.create_task(self._run(self._publisher), name="registration")
+        self._task = start_essential(self._run(self._publisher), "registration")
 
     async def publish(self) -> None:
         """A heartbeat now, because something changed that routers should know."""
@@ -189,7 +189,7 @@ class FleetWatcher:
 
     async def start(self) -> None:
         """Returns at once; `on_change` tells when workers are known."""
-        self._task = asyncio.create_task(self._run(), name="fleet-watcher")
+        self._task = start_essential(self._run(), "fleet-watcher")
 
     async def stop(self) -> None:
         self._is_stopping = True

@@ -19,8 +19,8 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 from shared.engine.kv_pool import KvPool
-from shared.grpc_serving import cancel_and_wait
 from shared.rpc import kv_pb2
+from shared.tasks import cancel_and_wait
 from shared.transfer.interface import SHM, LinkLost, Route
 from shared.transfer.shm_socket import (
     MAX_MESSAGE_BYTES,

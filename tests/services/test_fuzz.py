@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 import xxhash
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from shared.rpc import control_pb2, control_pb2_grpc, kv_pb2, kv_pb2_grpc, sequence_pb2
@@ -23,6 +24,7 @@ from tests.support.eventually import eventually
 from tests.support.fake_runner import GEOMETRY, expected_tokens
 
 SEED = int(os.environ.get("FUZZ_SEED", "0")) or random.randrange(2**32)
+MAX_DEPTH = 4  # of messages in messages
 NUM_ROUNDS = 20
 CALL_TIMEOUT_S = 0.3  # for those that wait, as a Generate does for its transfer
 
@@ -59,37 +61,34 @@ def rng() -> random.Random:
 def random_message(rng: random.Random, message: Message, share: float = 0.75, depth: int = 0) -> Message:
     """Gives a share of the fields values that are plausible, extreme or wrong; repeated ones get more of them."""
     for field in message.DESCRIPTOR.fields:
-        if field.message_type is None and rng.random() > share:
-            continue
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            continue
-        if field.message_type is not None:
-            if depth < 4 and (
-                rng.random() < 0.75 or message.HasField(field.name) if not field.is_repeated else rng.random() < share
-            ):
-                target = getattr(message, field.name)
-                random_message(rng, target.add() if field.is_repeated else target, share, depth + 1)
-            continue
-        values = [_random_value(rng, field) for _ in range(rng.choice([1, 3, 40]) if field.is_repeated else 1)]
-        if field.is_repeated:
-            getattr(message, field.name).extend(values)
-        else:
-            setattr(message, field.name, values[0])
+        target = getattr(message, field.name)
+        if field.message_type is None:
+            if rng.random() < share:
+                _set_values(rng, message, field)
+        elif not field.message_type.GetOptions().map_entry and depth < MAX_DEPTH and rng.random() < 0.75:
+            random_message(rng, target.add() if field.is_repeated else target, share, depth + 1)
     return message
 
 
-def _random_value(rng: random.Random, field: object) -> object:
-    kind = field.cpp_type  # type: ignore[attr-defined]
-    if kind in (field.CPPTYPE_DOUBLE, field.CPPTYPE_FLOAT):  # type: ignore[attr-defined]
-        return rng.choice([0.0, 0.5, 1.0, -1.0, 1e30, float("inf"), float("nan")])
-    if kind == field.CPPTYPE_STRING:  # type: ignore[attr-defined]
-        if field.type == field.TYPE_BYTES:  # type: ignore[attr-defined]
+def _set_values(rng: random.Random, message: Message, field: FieldDescriptor) -> None:
+    if field.is_repeated:
+        getattr(message, field.name).extend(_random_value(rng, field) for _ in range(rng.choice([1, 3, 40])))
+    else:
+        setattr(message, field.name, _random_value(rng, field))
+
+
+def _random_value(rng: random.Random, field: FieldDescriptor) -> object:
+    match field.cpp_type:
+        case FieldDescriptor.CPPTYPE_DOUBLE | FieldDescriptor.CPPTYPE_FLOAT:
+            return rng.choice([0.0, 0.5, 1.0, -1.0, 1e30, float("inf"), float("nan")])
+        case FieldDescriptor.CPPTYPE_STRING if field.type == FieldDescriptor.TYPE_BYTES:
             return rng.randbytes(rng.choice([0, 1, 16, 17, 500]))
-        return rng.choice(["", "x", "boot", "grpc", "shm", "gloo", "nccl", "127.0.0.1:1", "\0", "é" * 300])
-    if kind == field.CPPTYPE_BOOL:  # type: ignore[attr-defined]
-        return rng.random() < 0.5
-    if kind == field.CPPTYPE_ENUM:  # type: ignore[attr-defined]
-        return rng.randrange(4)
+        case FieldDescriptor.CPPTYPE_STRING:
+            return rng.choice(["", "x", "boot", "grpc", "shm", "gloo", "nccl", "127.0.0.1:1", "\0", "é" * 300])
+        case FieldDescriptor.CPPTYPE_BOOL:
+            return rng.random() < 0.5
+        case FieldDescriptor.CPPTYPE_ENUM:
+            return rng.randrange(4)
     return rng.choice([0, 1, 2, 3, 16, 127, 999, 2**31 - 1, 2**32 - 1])
 
 

@@ -194,3 +194,9 @@ def test_error_names_what_is_missing() -> None:
         place(10, fleet, {}, {}, exclude=("b", "c"))
     with pytest.raises(Unavailable, match="1 draining, 2 too small for 9000 tokens"):
         place(9000, fleet, {}, {})
+
+
+def test_measured_transfers_decide_whether_a_handoff_pays() -> None:
+    fleet = [worker("p", Role.PREFILL), worker("d", Role.DECODE, load=busy(num_running=3))]
+    assert place(1000, fleet, {}, {}, transfer_s={"p": 0.01}) == Placement(*fleet)
+    assert place(1000, fleet, {}, {}, transfer_s={"p": 10.0}) == Placement(None, fleet[1])

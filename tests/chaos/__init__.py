@@ -1,0 +1,1 @@
+"""Real processes on one machine under load, and faults at random: see `docs/reliability.md`."""

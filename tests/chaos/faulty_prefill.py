@@ -1,0 +1,74 @@
+"""A real prefill worker whose chunks go wrong on demand: `twostroke prefill` with another connector for gRPC.
+
+The file named by CHAOS_CHUNKS_FILE holds what is wrong now: one of `ChunkFault`'s values, or nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.prefill.server import PrefillService
+from shared.config import parse_config
+from shared.engine.kv_pool import KvPool
+from shared.rpc import control_pb2_grpc, kv_pb2
+from shared.transfer.inline import InlineConnector, InlineLink, InlineWriter
+from shared.transfer.interface import Announce, Peer
+from shared.transfer.links import Links
+from shared.worker import Service, Worker, run_worker
+from shared.worker_config import WorkerConfig
+from shared.worker_info import Role
+from tests.chaos.chunk_fault import CHUNKS_FILE_VARIABLE, ChunkFault
+
+
+class FaultyWriter(InlineWriter):
+    def __init__(self, file: Path, lease_s: float) -> None:
+        self._file = file
+        self._lease_s = lease_s
+
+    async def ship(self, chunk: kv_pb2.Chunk, pool: KvPool, block_ids: Sequence[int], announce: Announce) -> None:
+        await super().ship(chunk, pool, block_ids, lambda made: self._announce(made, announce))
+
+    async def _announce(self, chunk: kv_pb2.Chunk, announce: Announce) -> None:
+        fault = self._file.read_text().strip()
+        if fault == ChunkFault.MISSING.value:
+            return
+        if fault == ChunkFault.LATE.value:
+            await asyncio.sleep(1.5 * self._lease_s)
+        if fault == ChunkFault.CORRUPT.value:
+            chunk.data = bytes([chunk.data[0] ^ 1]) + chunk.data[1:]
+        await announce(chunk)
+        if fault == ChunkFault.DUPLICATE.value:
+            await announce(chunk)
+
+
+class FaultyLink(InlineLink):
+    def __init__(self, file: Path, lease_s: float) -> None:
+        self._file = file
+        self._lease_s = lease_s
+
+    def writer(self) -> FaultyWriter:
+        return FaultyWriter(self._file, self._lease_s)
+
+
+class FaultyConnector(InlineConnector):
+    def __init__(self, file: Path, lease_s: float) -> None:
+        self._link = FaultyLink(file, lease_s)
+
+    async def connect(self, peer: Peer, offer: kv_pb2.Offer) -> FaultyLink:
+        return self._link
+
+
+def faulty_services(worker: Worker) -> list[Service]:
+    links = Links([FaultyConnector(Path(os.environ[CHUNKS_FILE_VARIABLE]), worker.config.transfer_timeout_s)])
+    worker.transports = links.transports
+    worker.at_close(links.close)
+    service = PrefillService(worker, worker.engine, worker.streams, worker.channels, links)
+    return [Service(control_pb2_grpc.add_PrefillServicer_to_server, service, "twostroke.v1.Prefill")]
+
+
+if __name__ == "__main__":
+    run_worker(parse_config(WorkerConfig, sys.argv[1:], "faulty_prefill", os.environ), Role.PREFILL, faulty_services)
