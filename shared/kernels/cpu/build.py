@@ -48,12 +48,20 @@ class CannotBuild(ImportError):
 
 def load_native() -> Native:
     """The compiled kernels, built first if the cache has none for this machine. Raises CannotBuild."""
-    compiler = _compiler()
     flags = _flags()
-    library = cache_dir() / f"cpu-{_key(compiler, flags)}" / f"{_NAME}.so"
+    library = _library(flags)
     if not library.exists():
         _build_once(library, flags)
     return _load(library)
+
+
+def is_built() -> bool:
+    """Whether the cache has them. Raises CannotBuild if it could not."""
+    return _library(_flags()).exists()
+
+
+def _library(flags: tuple[str, ...]) -> Path:
+    return cache_dir() / f"cpu-{_key(_compiler(), flags)}" / f"{_NAME}.so"
 
 
 def _compiler() -> str:
