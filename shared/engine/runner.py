@@ -30,6 +30,7 @@ from shared.models.digest import weights_digest
 from shared.models.dtype import DTYPES, choose_dtype
 from shared.models.loading import expected_shapes, load_decoder
 from shared.models.locate import locate
+from shared.readiness import notify_progress
 from shared.request import Request, SamplingParams
 from shared.worker_config import WorkerConfig
 from shared.worker_info import KvGeometry, Role
@@ -92,6 +93,7 @@ def load_runner(config: WorkerConfig, role: Role) -> ModelRunner:
     sizing.check_pool(num_blocks, geometry, max_model_len)
     storage = _storage(config, role, device)
     runner = ModelRunner(model, KvPool(geometry, num_blocks, device, kernels, storage), max_model_len)
+    notify_progress("warming up")
     runner.execute(_full_plan(runner, num_tokens=2, num_seqs=2))
     log.info(
         "%s on %s: %s, %s kernels, %.0f million weights, %d KV blocks (%.2f GiB), sequences up to %d tokens",

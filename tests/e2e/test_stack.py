@@ -22,6 +22,7 @@ from shared.index.keys import ROSTER, entry_key
 from shared.models.fetch import fetch_default_model
 from shared.rpc import control_pb2, control_pb2_grpc
 from shared.worker_info import WorkerInfo
+from tests.support.eventually import eventually
 from tests.support.stack import Stack, stack
 from tests.support.text import prompts_of
 
@@ -106,7 +107,7 @@ def redis_url_of(running: Stack) -> str:
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0", "router", "valkey"])
-def test_killed_process_is_restarted_and_the_next_request_succeeds(running: Stack, name: str) -> None:
+async def test_killed_process_is_restarted_and_the_next_request_succeeds(running: Stack, name: str) -> None:
     old = running.pid_of(name)
     os.kill(old, signal.SIGKILL)
     running.wait_ready()
@@ -114,7 +115,7 @@ def test_killed_process_is_restarted_and_the_next_request_succeeds(running: Stac
     reply = httpx.post(f"{running.url}/v1/completions", json=body, timeout=120)
     assert reply.status_code == 200, reply.text
     assert reply.json()["usage"]["completion_tokens"] == 4
-    assert running.pid_of(name) != old
+    await eventually(lambda: running.has_another(name, old), timeout_s=60)
 
 
 def test_ctrl_c_stops_everything_within_five_seconds(running: Stack) -> None:

@@ -54,6 +54,13 @@ class Stack:
                 return child.pid
         raise AssertionError(f"no process {name}")
 
+    def has_another(self, name: str, old_pid: int) -> bool:
+        """Whether the child was started again."""
+        try:
+            return self.pid_of(name) != old_pid
+        except (AssertionError, psutil.NoSuchProcess):
+            return False
+
     def stop(self) -> float:
         """Ctrl-C; seconds until it has ended."""
         begin = time.monotonic()

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.compare_config import CompareConfig
 from bench.config import BenchConfig
+from bench.failover import FailoverConfig
+from bench.handoff import HandoffConfig
 from services.decode.config import DecodeConfig
 from services.local.config import UpConfig
 from services.router.config import RouterConfig
@@ -17,6 +20,7 @@ from shared.worker_config import WorkerConfig
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MEASUREMENTS = (CompareConfig, FailoverConfig, HandoffConfig)  # python -m bench.…
 CONFIGS = {"up": UpConfig, "router": RouterConfig, "prefill": WorkerConfig, "decode": DecodeConfig, "bench": BenchConfig}
 
 
@@ -54,7 +58,9 @@ def test_every_make_target_exists() -> None:
 
 
 def test_every_option_in_a_table_exists() -> None:
-    options = {f"--{name.replace('_', '-')}" for config in CONFIGS.values() for name in config.__dataclass_fields__}
+    options = {
+        f"--{name.replace('_', '-')}" for config in (*CONFIGS.values(), *MEASUREMENTS) for name in config.__dataclass_fields__
+    }
     named = {word for line in code_lines() for word in re.findall(r"^(--[a-z-]+)", line)}
     assert named
     assert named - options - {"--help", "--version"} == set()
