@@ -107,7 +107,7 @@ def redis_url_of(running: Stack) -> str:
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0", "router", "valkey"])
-async def test_killed_process_is_restarted_and_the_next_request_succeeds(running: Stack, name: str) -> None:
+def test_killed_process_is_restarted_and_the_next_request_succeeds(running: Stack, name: str) -> None:
     old = running.pid_of(name)
     os.kill(old, signal.SIGKILL)
     running.wait_ready()
@@ -115,7 +115,7 @@ async def test_killed_process_is_restarted_and_the_next_request_succeeds(running
     reply = httpx.post(f"{running.url}/v1/completions", json=body, timeout=120)
     assert reply.status_code == 200, reply.text
     assert reply.json()["usage"]["completion_tokens"] == 4
-    await eventually(lambda: running.has_another(name, old), timeout_s=60)
+    asyncio.run(eventually(lambda: running.has_another(name, old), timeout_s=60))
 
 
 def test_ctrl_c_stops_everything_within_five_seconds(running: Stack) -> None:
