@@ -42,7 +42,7 @@ def commands() -> list[str]:
 def test_every_twostroke_command_is_understood(command: str) -> None:
     _, name, *argv = shlex.split(command)
     if argv != ["--help"]:
-        argv = [re.sub(r"\b[NMK]\b", "1", word) for word in argv]
+        argv = [re.sub(r"\b[NMKR]\b", "1", word) for word in argv]
         parse_config(CONFIGS[name], argv, name, {})
 
 
