@@ -88,7 +88,7 @@ def _random_decoder(config: ModelConfig) -> tuple[Decoder, int]:
         for _ in range(config.num_layers)
     ]
     weights = Weights(
-        embed=_random(config.vocab_size, hidden),
+        embed=kernels.pack_linear(_random(config.vocab_size, hidden)),
         layers=tuple(layers),
         norm=ones,
         head=matrix(config.vocab_size, hidden),

@@ -48,6 +48,9 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor:
         """x [T, E_in] -> [T, E_out]."""
 
+    def embedding(self, token_ids: Tensor, packed: Any) -> Tensor:
+        """Rows of a packed weight [V, E_in]: token_ids [T] int64 -> [T, E_in]. A head that shares the embedding is packed once."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Over the last axis of x [..., E]; weight [E]. Returns a new tensor."""
 

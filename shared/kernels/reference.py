@@ -25,6 +25,9 @@ class ReferenceKernels:
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, packed, bias)
 
+    def embedding(self, token_ids: Tensor, packed: Tensor) -> Tensor:
+        return F.embedding(token_ids, packed)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))

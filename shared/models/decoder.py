@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from shared.kernels.interface import AttentionBatch, Kernels
@@ -40,7 +39,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    embed: Tensor  # [V, E]
+    embed: Any  # what `Kernels.pack_linear` made of [V, E]
     layers: tuple[Layer, ...]
     norm: Tensor  # [E]
     head: Linear  # [V, E]
@@ -59,7 +58,7 @@ class Decoder:
     def forward(self, token_ids: Tensor, kv: Tensor, batch: AttentionBatch) -> Tensor:
         """token_ids [T] int64, kv [NB, L, 2, Hkv, BS, D] -> normalized hidden states [T, E]. Writes the tokens' K and V to kv."""
         weights, kernels, eps = self._weights, self.kernels, self.config.rms_norm_eps
-        residual = F.embedding(token_ids, weights.embed)
+        residual = kernels.embedding(token_ids, weights.embed)
         x = kernels.rms_norm(residual, weights.layers[0].input_norm, eps)
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.norm]
         for i, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):

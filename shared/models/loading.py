@@ -47,12 +47,12 @@ def load_decoder(
     """Raises ConfigError if the checkpoint does not fit the configuration."""
     checkpoint.check(expected_shapes(config), optional=_HEAD)
     loader = _Loader(config, checkpoint, kernels, dtype, device)
-    embed = loader.tensor(_EMBED)
+    embed = kernels.pack_linear(loader.tensor(_EMBED))
     weights = Weights(
         embed=embed,
         layers=tuple(loader.layer(f"model.layers.{i}.") for i in range(config.num_layers)),
         norm=loader.tensor(_NORM),
-        head=Linear(kernels.pack_linear(embed)) if config.tied_embeddings else loader.linear(False, _HEAD.removesuffix(".weight")),
+        head=Linear(embed) if config.tied_embeddings else loader.linear(False, _HEAD.removesuffix(".weight")),
         cos_sin=cos_sin_table(config.inv_freq, config.rope_scale, max_model_len, device),
     )
     return Decoder(config, weights, kernels)

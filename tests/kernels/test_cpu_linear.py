@@ -9,8 +9,8 @@ from tests.kernels.cpu_cases import DTYPES, cpu_kernels
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 7, 64, 65, 100])
-@pytest.mark.parametrize(("size", "num_outputs"), [(576, 960), (64, 7), (45, 1030)])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6, 7, 64, 65, 100])
+@pytest.mark.parametrize(("size", "num_outputs"), [(576, 960), (64, 7), (45, 1030), (1100, 50)])
 def test_linear_equals_the_product_in_double_precision(size: int, num_outputs: int, num_rows: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(num_rows)
     x, weight, bias = (
@@ -24,14 +24,22 @@ def test_linear_equals_the_product_in_double_precision(size: int, num_outputs: i
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_gets_the_same_bits_with_up_to_63_others(dtype: torch.dtype) -> None:
+def test_a_row_gets_the_same_bits_whatever_the_others(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(*s, generator=generator).to(dtype) for s in ((64, 200), (50, 200)))
+    x, weight = (torch.randn(*s, generator=generator).to(dtype) for s in ((200, 1100), (50, 1100)))
     packed = cpu_kernels().pack_linear(weight)
     together = cpu_kernels().linear(x, packed)
-    for num_rows in (1, 2, 3, 4, 5, 7, 31, 63):
+    for num_rows in (1, 2, 3, 4, 5, 6, 7, 13, 31, 63, 64, 65, 130, 199):
         assert torch.equal(cpu_kernels().linear(x[:num_rows], packed), together[:num_rows])
 
 
 def test_no_rows_give_no_rows() -> None:
-    assert cpu_kernels().linear(torch.zeros(0, 16), torch.zeros(4, 16)).shape == (0, 4)
+    packed = cpu_kernels().pack_linear(torch.zeros(4, 16))
+    assert cpu_kernels().linear(torch.zeros(0, 16), packed).shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_embedding_reads_the_rows_that_were_packed(dtype: torch.dtype) -> None:
+    weight = torch.randn(101, 45, generator=torch.Generator().manual_seed(0)).to(dtype)
+    token_ids = torch.tensor([0, 100, 17, 17, 8, 15, 16])
+    assert torch.equal(cpu_kernels().embedding(token_ids, cpu_kernels().pack_linear(weight)), weight[token_ids])

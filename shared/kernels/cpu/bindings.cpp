@@ -13,7 +13,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("add_rms_norm", &add_rms_norm, Unlocked());
   m.def("silu_mul", &silu_mul, Unlocked());
   m.def("linear", &linear, Unlocked());
-  m.def("linear_widened", &linear_widened, Unlocked());
+  m.def("linear_few_bf16", &linear_few_bf16, Unlocked());
+  m.def("pack_panels", &pack_panels, Unlocked());
+  m.def("panel_rows", &panel_rows, Unlocked());
   m.def("copy_blocks", &copy_blocks, Unlocked());
   m.def("gather_blocks", &gather_blocks, Unlocked());
   m.def("scatter_blocks", &scatter_blocks, Unlocked());

@@ -1,6 +1,8 @@
-"""The CPU body of the kernel interface: compiled C++, with torch's matrix product where that is the faster one."""
+"""The CPU body of the kernel interface: compiled C++, and torch's matrix product where the CPU multiplies bfloat16 natively."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -9,11 +11,16 @@ from torch import Tensor
 from shared.kernels.cpu.build import load_native
 from shared.kernels.interface import AttentionBatch, SamplingBatch
 
-# Up to here the compiled product is as fast as torch's or faster (measured on AVX2: 1.04 to 2 times with float32, against float32
-# products of widened weights 1.0 to 2.2 times with bfloat16), and a row gets the same bits however many others there are.
-_FEW_ROWS = 64
 # Where torch itself multiplies bfloat16 fast, only reading the weights is left to save.
 _FEW_ROWS_OF_FAST_BF16 = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Panels:
+    """A weight as `panels.h` lays it out. A row's product has the same bits however many other rows there are."""
+
+    values: Tensor
+    num_outputs: int
 
 
 class CpuKernels:
@@ -26,16 +33,22 @@ class CpuKernels:
         # Without instructions for it torch multiplies bfloat16 at a tenth of float32's speed.
         self._multiplies_bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
-    def pack_linear(self, weight: Tensor) -> Tensor:
-        return weight.contiguous()
+    def pack_linear(self, weight: Tensor) -> _Panels | Tensor:
+        if weight.dtype == torch.bfloat16 and self._multiplies_bf16:
+            return weight.contiguous()
+        return _Panels(self._native.pack_panels(weight.contiguous()), len(weight))
 
-    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-        is_bf16 = x.dtype == torch.bfloat16
-        if len(x) <= (_FEW_ROWS_OF_FAST_BF16 if is_bf16 and self._multiplies_bf16 else _FEW_ROWS):
-            return self._native.linear(x.contiguous(), packed, bias)
-        if is_bf16 and not self._multiplies_bf16:
-            return self._native.linear_widened(x, packed, bias)
+    def linear(self, x: Tensor, packed: _Panels | Tensor, bias: Tensor | None = None) -> Tensor:
+        if isinstance(packed, _Panels):
+            return self._native.linear(x.contiguous(), packed.values, packed.num_outputs, bias)
+        if len(x) <= _FEW_ROWS_OF_FAST_BF16:
+            return self._native.linear_few_bf16(x.contiguous(), packed, bias)
         return F.linear(x, packed, bias)
+
+    def embedding(self, token_ids: Tensor, packed: _Panels | Tensor) -> Tensor:
+        if isinstance(packed, _Panels):
+            return self._native.panel_rows(packed.values, token_ids)
+        return F.embedding(token_ids, packed)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._native.rms_norm(x.contiguous(), weight, eps)  # heads may be views of a fused projection

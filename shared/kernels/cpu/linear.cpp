@@ -1,106 +1,184 @@
-// Linear layers for few rows, where the time goes into reading the weights once: row-major weights, several outputs and several
-// inputs per pass (tiles.h). bfloat16 is widened as it is loaded, or multiplied in pairs where the CPU has AVX512_BF16.
-// For many rows of bfloat16 on a CPU without such instructions: float32 products of panels of widened weights.
+// Linear layers over packed weights (panels.h), for any number of rows:
+//
+//   1  x is cut into groups of rows and laid out as the tiles read it, widened to float32
+//   2  an item of work is a block of groups, so small that it stays in the second-level cache, times a few panels
+//   3  inside it, depth by depth: each panel passes all groups while it is in the first-level cache
+//
+// Threads take items as they get free. A row's bits depend on neither the groups nor the items (panels.h).
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
 
-#include "dot_bf16.h"
+#include <array>
+#include <utility>
+
 #include "ops.h"
-#include "tiles.h"
+#include "panels.h"
 #include "work.h"
 
 namespace twostroke {
 namespace {
 
-constexpr int64_t kWeightsPerThread = 65536;  // fewer are read sooner than another thread wakes up
-
-// x [rows, size] as the tiles want it: float32 stays where it is, other types are widened once.
-const float* widened(const float* x, int64_t, Scratch&) { return x; }
-
-const float* widened(const BFloat16* x, int64_t count, Scratch& scratch) {
-  float* to = scratch.at_least(count);
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) to[i] = widen(x[i]);
-  return to;
-}
-
-// sums [rows, num_outputs] = x . weightᵀ for outputs begin .. end - 1.
-template <typename T>
-void multiply(
-    const T* x, const float* wide_x, const T* weight, int64_t rows, int64_t size, int64_t begin, int64_t end, float* sums,
-    int64_t num_outputs) {
-  if constexpr (kHasDotBf16 && std::is_same_v<T, BFloat16>) {
-    dot_rows_bf16(x, rows, weight + begin * size, end - begin, size, sums + begin, num_outputs);
-  } else {
-    dot_rows(wide_x, rows, size, weight + begin * size, end - begin, size, size, sums + begin, num_outputs);
-  }
-}
+constexpr int64_t kDepth = 1024;       // inputs per pass: a panel of it is 32 or 64 KiB, a block of x about 240
+constexpr int64_t kRowsPerBlock = 60;  // of x per item
 
 template <typename T>
-void linear_of(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t size, int64_t num_outputs) {
-  static thread_local Scratch x_scratch, sum_scratch;
-  constexpr bool in_place = std::is_same_v<T, float>;
-  const float* wide_x = widened(x, rows * size, x_scratch);
-  float* sums;
-  if constexpr (in_place) {
-    sums = out;
-  } else {
-    sums = sum_scratch.at_least(rows * num_outputs);
-  }
-  at::parallel_for(0, num_outputs, std::max<int64_t>(4, kWeightsPerThread / size), [&](int64_t begin, int64_t end) {
-    multiply(x, wide_x, weight, rows, size, begin, end, sums, num_outputs);
-    if (in_place && bias == nullptr) return;
+using Tiles = void (*)(const float*, const T*, int64_t, int64_t, int64_t, bool, float*, int64_t);
+
+template <typename T, int... R>
+constexpr std::array<Tiles<T>, sizeof...(R)> tiles_for(std::integer_sequence<int, R...>) {
+  return {&panel_tiles<R + 1, T>...};
+}
+
+// By the number of rows less one.
+template <typename T>
+constexpr auto kTiles = tiles_for<T>(std::make_integer_sequence<int, kMaxRows>());
+
+// Rows in groups of nearly equal size: a group of one or two would waste most of a pass over the weights.
+struct Groups {
+  int64_t num_rows, count;
+
+  explicit Groups(int64_t rows) : num_rows(rows), count((rows + kMaxRows - 1) / kMaxRows) {}
+  int64_t start(int64_t group) const { return group * num_rows / count; }
+  int64_t size(int64_t group) const { return start(group + 1) - start(group); }
+};
+
+template <typename T>
+struct Product {
+  const T* x;
+  const T* panels;
+  const T* bias;
+  T* out;
+  int64_t size, num_outputs;
+  Groups groups;
+  int64_t panels_per_item, groups_per_item;
+
+  int64_t num_panels() const { return (num_outputs + kPanel - 1) / kPanel; }
+
+  void lay_out(int64_t group, float* wide) const {
+    const int64_t first = groups.start(group), rows = groups.size(group);
     for (int64_t r = 0; r < rows; ++r) {
-      const float* from = sums + r * num_outputs;
-      T* to = out + r * num_outputs;
-      for (int64_t n = begin; n < end; ++n) to[n] = narrow<T>(from[n] + (bias == nullptr ? 0.0f : widen(bias[n])));
+      const T* from = x + (first + r) * size;
+      float* to = wide + first * size + r;
+      for (int64_t k = 0; k < size; ++k) to[k * rows] = widen(from[k]);
     }
-  });
-}
+  }
 
-constexpr int64_t kPanelSize = 1 << 18;  // weights widened at a time: 1 MiB of float32
+  // Groups first .. last - 1 times panels begin .. end - 1.
+  void multiply(const float* wide, int64_t first, int64_t last, int64_t begin, int64_t end) const {
+    static thread_local Scratch scratch;
+    const int64_t top = groups.start(first), width = (end - begin) * kPanel, stride = size * kPanel;
+    float* sums = scratch.at_least((groups.start(last) - top) * width);
+    // Panels of a lone group are read once, whatever the order: several at a time.
+    const int64_t at_once = last - first == 1 ? end - begin : 1;
+    for (int64_t k = 0; k < size; k += kDepth) {
+      for (int64_t p = begin; p < end; p += at_once) {
+        for (int64_t g = first; g < last; ++g) {
+          const int64_t row = groups.start(g), rows = groups.size(g);
+          kTiles<T>[rows - 1](
+              wide + row * size + k * rows, panels + p * stride + k * kPanel, stride, at_once, std::min(kDepth, size - k), k > 0,
+              sums + (row - top) * width + (p - begin) * kPanel, width);
+        }
+      }
+    }
+    store(sums, top, groups.start(last), begin * kPanel, std::min(end * kPanel, num_outputs), width);
+  }
 
-// out[:, begin..] = narrow(sums + bias), sums [rows, width].
-void narrow_panel(const float* sums, const BFloat16* bias, BFloat16* out, int64_t rows, int64_t width, int64_t num_outputs) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, kElementsPerThread / width), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r)
+  void store(const float* sums, int64_t top, int64_t bottom, int64_t begin, int64_t end, int64_t width) const {
+    for (int64_t r = top; r < bottom; ++r) {
+      const float* from = sums + (r - top) * width - begin;
+      T* to = out + r * num_outputs;
+      if (bias == nullptr) {
 #pragma omp simd
-      for (int64_t n = 0; n < width; ++n)
-        out[r * num_outputs + n] = narrow<BFloat16>(sums[r * width + n] + (bias == nullptr ? 0.0f : widen(bias[n])));
-  });
+        for (int64_t n = begin; n < end; ++n) to[n] = narrow<T>(from[n]);
+      } else {
+#pragma omp simd
+        for (int64_t n = begin; n < end; ++n) to[n] = narrow<T>(from[n] + widen(bias[n]));
+      }
+    }
+  }
+
+  void run() const {
+    static thread_local Scratch scratch;
+    float* wide = scratch.at_least(groups.num_rows * size);
+    at::parallel_for(0, groups.count, std::max<int64_t>(1, kElementsPerThread / (size * kMaxRows)), [&](int64_t begin, int64_t end) {
+      for (int64_t g = begin; g < end; ++g) lay_out(g, wide);
+    });
+    const int64_t across = (num_panels() + panels_per_item - 1) / panels_per_item;
+    const int64_t down = (groups.count + groups_per_item - 1) / groups_per_item;
+    for_each_item(down * across, [&](int64_t item) {
+      const int64_t first = item / across * groups_per_item, begin = item % across * panels_per_item;
+      multiply(
+          wide, first, std::min(first + groups_per_item, groups.count), begin, std::min(begin + panels_per_item, num_panels()));
+    });
+  }
+};
+
+// As many as keep every thread busy to the end, but not so few that sharing them costs more than it saves.
+int64_t panels_per_item(int64_t num_panels, int64_t size) {
+  const int64_t even = num_panels / (4 * at::get_num_threads()), least = kWeightsPerThread / (size * kPanel);
+  return std::clamp<int64_t>(std::max(even, least) / 4 * 4, 4, 32);
 }
 
 }  // namespace
 
-Tensor linear_widened(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  TORCH_CHECK(x.dim() == 2 && weight.is_contiguous() && x.size(1) == weight.size(1), "x [T, E_in] and weight must fit together");
-  const int64_t rows = x.size(0), size = x.size(1), num_outputs = weight.size(0);
-  Tensor out = at::empty({rows, num_outputs}, x.options());
-  const Tensor wide_x = x.to(at::kFloat);
-  const int64_t panel_width = std::clamp<int64_t>(kPanelSize / size, 1, num_outputs);
-  const Tensor panel = at::empty({panel_width, size}, wide_x.options());
-  const BFloat16* bias_data = bias ? bias->const_data_ptr<BFloat16>() : nullptr;
-  for (int64_t begin = 0; begin < num_outputs; begin += panel_width) {
-    const int64_t width = std::min(panel_width, num_outputs - begin);
-    const Tensor wide = panel.narrow(0, 0, width);
-    wide.copy_(weight.narrow(0, begin, width));
-    const Tensor sums = at::mm(wide_x, wide.t());
-    narrow_panel(
-        sums.const_data_ptr<float>(), bias_data == nullptr ? nullptr : bias_data + begin, out.mutable_data_ptr<BFloat16>() + begin,
-        rows, width, num_outputs);
-  }
+Tensor linear(const Tensor& x, const Tensor& panels, int64_t num_outputs, const std::optional<Tensor>& bias) {
+  TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && panels.dim() == 3 && panels.is_contiguous(), "x [T, E_in] and panels, contiguous");
+  TORCH_CHECK(x.size(1) == panels.size(1) && x.scalar_type() == panels.scalar_type(), "x and panels must fit together");
+  TORCH_CHECK(num_outputs <= panels.size(0) * kPanel, "more outputs than panels");
+  Tensor out = at::empty({x.size(0), num_outputs}, x.options());
+  if (x.size(0) == 0) return out;
+  dispatch(x, [&](auto zero) {
+    using T = decltype(zero);
+    Product<T>{
+        .x = x.const_data_ptr<T>(),
+        .panels = panels.const_data_ptr<T>(),
+        .bias = bias ? bias->const_data_ptr<T>() : nullptr,
+        .out = out.mutable_data_ptr<T>(),
+        .size = x.size(1),
+        .num_outputs = num_outputs,
+        .groups = Groups(x.size(0)),
+        .panels_per_item = panels_per_item(panels.size(0), x.size(1)),
+        .groups_per_item = kRowsPerBlock / kMaxRows,
+    }.run();
+  });
   return out;
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && weight.is_contiguous(), "x [T, E_in] and weight must be contiguous");
-  TORCH_CHECK(x.size(1) == weight.size(1) && x.scalar_type() == weight.scalar_type(), "x and weight must fit together");
-  Tensor out = at::empty({x.size(0), weight.size(0)}, x.options());
-  dispatch(x, [&](auto zero) {
+Tensor pack_panels(const Tensor& weight) {
+  TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight [E_out, E_in] must be contiguous");
+  const int64_t num_outputs = weight.size(0), size = weight.size(1), num_panels = (num_outputs + kPanel - 1) / kPanel;
+  Tensor panels = at::zeros({num_panels, size, kPanel}, weight.options());
+  dispatch(weight, [&](auto zero) {
     using T = decltype(zero);
-    linear_of(
-        x.const_data_ptr<T>(), weight.const_data_ptr<T>(), bias ? bias->const_data_ptr<T>() : nullptr, out.mutable_data_ptr<T>(),
-        x.size(0), x.size(1), weight.size(0));
+    const T* from = weight.const_data_ptr<T>();
+    T* to = panels.mutable_data_ptr<T>();
+    at::parallel_for(0, num_outputs, kPanel, [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) {
+        T* column = to + n / kPanel * size * kPanel + panel_index<T>(n % kPanel);
+        for (int64_t k = 0; k < size; ++k) column[k * kPanel] = from[n * size + k];
+      }
+    });
+  });
+  return panels;
+}
+
+Tensor panel_rows(const Tensor& panels, const Tensor& indices) {
+  TORCH_CHECK(panels.dim() == 3 && panels.is_contiguous() && indices.scalar_type() == at::kLong, "panels and int64 indices");
+  const int64_t size = panels.size(1), num_rows = indices.size(0), limit = panels.size(0) * kPanel;
+  Tensor out = at::empty({num_rows, size}, panels.options());
+  const Tensor list = indices.contiguous();
+  const int64_t* index = list.const_data_ptr<int64_t>();
+  for (int64_t r = 0; r < num_rows; ++r) TORCH_CHECK(index[r] >= 0 && index[r] < limit, "no row ", index[r]);
+  dispatch(panels, [&](auto zero) {
+    using T = decltype(zero);
+    const T* from = panels.const_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
+    at::parallel_for(0, num_rows, std::max<int64_t>(1, kElementsPerThread / size), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        const T* column = from + index[r] / kPanel * size * kPanel + panel_index<T>(index[r] % kPanel);
+        for (int64_t k = 0; k < size; ++k) to[r * size + k] = column[k * kPanel];
+      }
+    });
   });
   return out;
 }

@@ -12,6 +12,8 @@ using at::Tensor;
 
 // Below this many elements sharing an elementwise pass costs more than it saves.
 constexpr int64_t kElementsPerThread = 32768;
+// Fewer weights are read sooner than another thread wakes up.
+constexpr int64_t kWeightsPerThread = 65536;
 
 Tensor attention(
     const Tensor& q, const Tensor& kv_layer, const Tensor& query_starts, const Tensor& context_lens, const Tensor& block_tables,
@@ -22,8 +24,10 @@ void rope_store(
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
 Tensor add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps);
 Tensor silu_mul(const Tensor& gate_up);
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias);
-Tensor linear_widened(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias);
+Tensor linear(const Tensor& x, const Tensor& panels, int64_t num_outputs, const std::optional<Tensor>& bias);
+Tensor linear_few_bf16(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias);
+Tensor pack_panels(const Tensor& weight);
+Tensor panel_rows(const Tensor& panels, const Tensor& indices);
 void copy_blocks(const Tensor& kv, const Tensor& sources, const Tensor& targets);
 Tensor gather_blocks(const Tensor& kv, const Tensor& block_ids);
 void scatter_blocks(const Tensor& kv, const Tensor& block_ids, const Tensor& blocks);

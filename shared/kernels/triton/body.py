@@ -27,6 +27,9 @@ class TritonKernels:
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, packed, bias)
 
+    def embedding(self, token_ids: Tensor, packed: Tensor) -> Tensor:
+        return F.embedding(token_ids, packed)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rms_norm_launch(x, None, weight, eps, out).run()

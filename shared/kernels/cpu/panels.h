@@ -1,0 +1,114 @@
+// Weights in the order in which a product reads them, and the innermost loop over them.
+//
+//   panel      kPanel outputs' weights for all inputs: [E_in][kPanel], so that one pass reads memory in one run and each weight is
+//              loaded once for all rows of a group. A weight [E_out, E_in] is ceil(E_out / kPanel) panels, the last filled with 0
+//   group      up to kMaxRows rows of x, input by input: [E_in][rows]
+//
+// A tile keeps a group's sums for one or a few panels in registers. Each sum adds its products in the order of the inputs, whatever
+// the group: a row gets the same bits with any number of others.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <type_traits>
+
+#include "scalar.h"
+
+namespace twostroke {
+
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int64_t kPanelLanes = 16;
+#elif defined(CPU_CAPABILITY_AVX2)
+constexpr int64_t kPanelLanes = 8;
+#else
+constexpr int64_t kPanelLanes = 4;
+#endif
+constexpr int64_t kPanel = 2 * kPanelLanes;
+
+// Sums of a group and two vectors of weights fill the registers: 16 of AVX2, 32 of AVX-512 and NEON.
+#if defined(CPU_CAPABILITY_AVX2)
+constexpr int kMaxRows = 6;
+#else
+constexpr int kMaxRows = 12;
+#endif
+
+// Few rows take several panels at once: a sum waits for the one before it, so about eight must be under way.
+constexpr int panels_at_once(int rows) { return rows < 4 ? 4 / rows : 1; }
+
+// Bytes to fetch ahead of use: one panel is one stream, and alone the hardware's prefetcher does not keep enough reads under way.
+constexpr int64_t kAheadBytes = 2048;
+
+// The compiler's own vectors: on any CPU, and unlike arrays of a class around one, arrays of them stay in registers.
+typedef float Lanes __attribute__((vector_size(4 * kPanelLanes)));
+typedef uint32_t Bits __attribute__((vector_size(4 * kPanelLanes)));
+typedef Lanes LanesAt __attribute__((aligned(4), may_alias));
+typedef Bits BitsAt __attribute__((aligned(2), may_alias));
+
+inline void load_panel(const float* p, Lanes& low, Lanes& high) {
+  low = *reinterpret_cast<const LanesAt*>(p);
+  high = *reinterpret_cast<const LanesAt*>(p + kPanelLanes);
+}
+
+// bfloat16 lies in pairs (output j, output j + kPanelLanes): one load, and both halves widen in place.
+inline void load_panel(const BFloat16* p, Lanes& low, Lanes& high) {
+  const Bits pairs = *reinterpret_cast<const BitsAt*>(p);
+  low = std::bit_cast<Lanes>(pairs << 16);
+  high = std::bit_cast<Lanes>(pairs & 0xffff0000u);
+}
+
+// Where output j of a panel lies among the kPanel weights of one input.
+template <typename T>
+constexpr int64_t panel_index(int64_t j) {
+  return std::is_same_v<T, float> ? j : j % kPanelLanes * 2 + j / kPanelLanes;
+}
+
+// sums [ROWS, PANELS * kPanel] = the products of x [depth][ROWS] with `depth` inputs of PANELS panels; with `add` they go on.
+template <int ROWS, int PANELS, typename T>
+void panel_tile(const float* x, const T* panels, int64_t panel_stride, int64_t depth, bool add, float* sums, int64_t sums_stride) {
+  Lanes total[ROWS][PANELS][2];
+  const auto at = [&](int i, int p, int half) -> LanesAt& {
+    return *reinterpret_cast<LanesAt*>(sums + i * sums_stride + p * kPanel + half * kPanelLanes);
+  };
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; ++p)
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) total[i][p][half] = add ? at(i, p, half) : Lanes{};
+  for (int64_t k = 0; k < depth; ++k) {
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; ++p) {
+      const T* weights = panels + p * panel_stride + k * kPanel;
+      __builtin_prefetch(weights + kAheadBytes / sizeof(T));
+      Lanes low, high;
+      load_panel(weights, low, high);
+#pragma GCC unroll 16
+      for (int i = 0; i < ROWS; ++i) {
+        const float left = x[k * ROWS + i];
+        total[i][p][0] += left * low;
+        total[i][p][1] += left * high;
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; ++p)
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) at(i, p, half) = total[i][p][half];
+}
+
+// The same for any number of panels, as many at once as the registers like.
+template <int ROWS, typename T>
+void panel_tiles(
+    const float* x, const T* panels, int64_t panel_stride, int64_t num_panels, int64_t depth, bool add, float* sums,
+    int64_t sums_stride) {
+  constexpr int at_once = panels_at_once(ROWS);
+  int64_t p = 0;
+  for (; num_panels - p >= at_once; p += at_once)
+    panel_tile<ROWS, at_once>(x, panels + p * panel_stride, panel_stride, depth, add, sums + p * kPanel, sums_stride);
+  for (; p < num_panels; ++p)
+    panel_tile<ROWS, 1>(x, panels + p * panel_stride, panel_stride, depth, add, sums + p * kPanel, sums_stride);
+}
+
+}  // namespace twostroke
