@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shared.kernels.cpu.kernels import Panels
 from tests.kernels.cpu_cases import DTYPES, cpu_kernels
 
 
@@ -31,6 +32,23 @@ def test_a_row_gets_the_same_bits_whatever_the_others(dtype: torch.dtype) -> Non
     together = cpu_kernels().linear(x, packed)
     for num_rows in (1, 2, 3, 4, 5, 6, 7, 13, 31, 63, 64, 65, 130, 199):
         assert torch.equal(cpu_kernels().linear(x[:num_rows], packed), together[:num_rows])
+
+
+def test_widened_bfloat16_weights_are_kept_narrow_and_give_the_same_bits_as_float32_ones() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(*s, generator=generator) for s in ((9, 300), (70, 300), (70,)))
+    weight = weight.bfloat16().float()
+    packed = cpu_kernels().pack_linear(weight)
+    almost = weight.clone()
+    almost[69, 299] += 1e-6  # the last output alone needs float32
+    packed_wide = cpu_kernels().pack_linear(almost)
+    assert isinstance(packed, Panels) and isinstance(packed_wide, Panels)
+    assert packed.values.dtype is torch.bfloat16
+    assert packed_wide.values.dtype is torch.float32
+    narrow, wide = cpu_kernels().linear(x, packed, bias), cpu_kernels().linear(x, packed_wide, bias)
+    assert narrow.dtype is torch.float32
+    assert torch.equal(narrow[:, :69], wide[:, :69])
+    assert cpu_kernels().embedding(torch.tensor([3]), packed).dtype is torch.float32
 
 
 def test_no_rows_give_no_rows() -> None:

@@ -21,17 +21,17 @@ namespace {
 constexpr int64_t kDepth = 1024;       // inputs per pass: a panel of it is 32 or 64 KiB, a block of x about 240
 constexpr int64_t kRowsPerBlock = 60;  // of x per item
 
-template <typename T>
-using Tiles = void (*)(const float*, const T*, int64_t, int64_t, int64_t, bool, float*, int64_t);
+template <typename W>
+using Tiles = void (*)(const float*, const W*, int64_t, int64_t, int64_t, bool, float*, int64_t);
 
-template <typename T, int... R>
-constexpr std::array<Tiles<T>, sizeof...(R)> tiles_for(std::integer_sequence<int, R...>) {
-  return {&panel_tiles<R + 1, T>...};
+template <typename W, int... R>
+constexpr std::array<Tiles<W>, sizeof...(R)> tiles_for(std::integer_sequence<int, R...>) {
+  return {&panel_tiles<R + 1, W>...};
 }
 
 // By the number of rows less one.
-template <typename T>
-constexpr auto kTiles = tiles_for<T>(std::make_integer_sequence<int, kMaxRows>());
+template <typename W>
+constexpr auto kTiles = tiles_for<W>(std::make_integer_sequence<int, kMaxRows>());
 
 // Rows in groups of nearly equal size: a group of one or two would waste most of a pass over the weights.
 struct Groups {
@@ -42,10 +42,11 @@ struct Groups {
   int64_t size(int64_t group) const { return start(group + 1) - start(group); }
 };
 
-template <typename T>
+// T is the type of rows, W that of weights.
+template <typename T, typename W>
 struct Product {
   const T* x;
-  const T* panels;
+  const W* panels;
   const T* bias;
   T* out;
   int64_t size, num_outputs;
@@ -74,7 +75,7 @@ struct Product {
       for (int64_t p = begin; p < end; p += at_once) {
         for (int64_t g = first; g < last; ++g) {
           const int64_t row = groups.start(g), rows = groups.size(g);
-          kTiles<T>[rows - 1](
+          kTiles<W>[rows - 1](
               wide + row * size + k * rows, panels + p * stride + k * kPanel, stride, at_once, std::min(kDepth, size - k), k > 0,
               sums + (row - top) * width + (p - begin) * kPanel, width);
         }
@@ -123,23 +124,25 @@ int64_t panels_per_item(int64_t num_panels, int64_t size) {
 
 Tensor linear(const Tensor& x, const Tensor& panels, int64_t num_outputs, const std::optional<Tensor>& bias) {
   TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && panels.dim() == 3 && panels.is_contiguous(), "x [T, E_in] and panels, contiguous");
-  TORCH_CHECK(x.size(1) == panels.size(1) && x.scalar_type() == panels.scalar_type(), "x and panels must fit together");
-  TORCH_CHECK(num_outputs <= panels.size(0) * kPanel, "more outputs than panels");
+  TORCH_CHECK(x.size(1) == panels.size(1) && num_outputs <= panels.size(0) * kPanel, "x and panels must fit together");
   Tensor out = at::empty({x.size(0), num_outputs}, x.options());
   if (x.size(0) == 0) return out;
-  dispatch(x, [&](auto zero) {
-    using T = decltype(zero);
-    Product<T>{
-        .x = x.const_data_ptr<T>(),
-        .panels = panels.const_data_ptr<T>(),
-        .bias = bias ? bias->const_data_ptr<T>() : nullptr,
-        .out = out.mutable_data_ptr<T>(),
-        .size = x.size(1),
-        .num_outputs = num_outputs,
-        .groups = Groups(x.size(0)),
-        .panels_per_item = panels_per_item(panels.size(0), x.size(1)),
-        .groups_per_item = kRowsPerBlock / kMaxRows,
-    }.run();
+  dispatch(x, [&](auto x_zero) {
+    dispatch(panels, [&](auto panels_zero) {
+      using T = decltype(x_zero);
+      using W = decltype(panels_zero);
+      Product<T, W>{
+          .x = x.const_data_ptr<T>(),
+          .panels = panels.const_data_ptr<W>(),
+          .bias = bias ? bias->const_data_ptr<T>() : nullptr,
+          .out = out.mutable_data_ptr<T>(),
+          .size = x.size(1),
+          .num_outputs = num_outputs,
+          .groups = Groups(x.size(0)),
+          .panels_per_item = panels_per_item(panels.size(0), x.size(1)),
+          .groups_per_item = kRowsPerBlock / kMaxRows,
+      }.run();
+    });
   });
   return out;
 }
