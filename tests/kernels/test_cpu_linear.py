@@ -42,7 +42,8 @@ def test_widened_bfloat16_weights_are_kept_narrow_and_give_the_same_bits_as_floa
     almost = weight.clone()
     almost[69, 299] += 1e-6  # the last output alone needs float32
     packed_wide = cpu_kernels().pack_linear(almost)
-    assert isinstance(packed, Panels) and isinstance(packed_wide, Panels)
+    assert isinstance(packed, Panels)
+    assert isinstance(packed_wide, Panels)
     assert packed.values.dtype is torch.bfloat16
     assert packed_wide.values.dtype is torch.float32
     narrow, wide = cpu_kernels().linear(x, packed, bias), cpu_kernels().linear(x, packed_wide, bias)
