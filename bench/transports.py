@@ -47,7 +47,7 @@ TRANSPORTS = ("shm", "gloo", "grpc")
 BOOT_ID = "0123456789abcdef"
 HOST = "127.0.0.1"
 # A block of an 8-billion-parameter Llama in bfloat16: 2 MiB.
-GEOMETRY = KvGeometry("bench", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, kv_dtype="bfloat16")
+GEOMETRY = KvGeometry("bench", "bfloat16", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, kv_dtype="bfloat16")
 CPU = torch.device("cpu")
 
 

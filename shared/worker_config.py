@@ -28,6 +28,11 @@ class WorkerConfig(TlsConfig):
     served_model_name: str = option("", "name clients use; default: the last part of --model")
     revision: str = option("", "hub revision of --model")
     dtype: str = option("auto", "compute type", choices=("auto", "bfloat16", "float16", "float32"))
+    kv_cache_dtype: str = option(
+        "auto",
+        "type of stored keys and values; auto: the compute type. int8 and fp8 take a quarter of float32's memory, half of bfloat16's",
+        choices=("auto", "fp8", "fp8_e4m3", "int8"),
+    )
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     kernels: str = option("auto", "kernel bodies to use", choices=("auto", "reference", "cpu", "triton"))
     max_model_len: int | None = option(None, "longest sequence, prompt plus output; default: the model's own limit")

@@ -8,6 +8,8 @@ from enum import Enum
 from hashlib import blake2b
 
 PROTOCOL_VERSION = 1
+_KV_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
+_SCALE_BYTES = 4  # one-byte types have a float32 scale per token (`shared/kernels/kv_layout.py`)
 
 
 class Role(Enum):
@@ -25,11 +27,12 @@ class KvGeometry:
     """What two workers must agree on before blocks move between them."""
 
     weights_digest: str  # of the model's configuration and weights
+    dtype: str  # what both compute in: it changes the last bits of what they store
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int
-    kv_dtype: str
+    kv_dtype: str  # of stored keys and values
 
     @property
     def digest(self) -> str:
@@ -38,9 +41,15 @@ class KvGeometry:
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
+    def head_bytes(self) -> int:
+        """Of one head's K, or V, in a block: the unit that blocks are cut into."""
+        item_bytes = _KV_ITEM_BYTES[self.kv_dtype]
+        token_bytes = self.head_dim * item_bytes + (_SCALE_BYTES if item_bytes == 1 else 0)
+        return self.block_size * token_bytes
+
+    @property
     def block_bytes(self) -> int:
-        itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[self.kv_dtype]
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * itemsize
+        return self.num_layers * 2 * self.num_kv_heads * self.head_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,10 @@ class Dispatcher:
         if not any(w.role.can_decode for w in live):
             return "no decode worker is registered"
         if not any(w.role is Role.COLOCATED or any(can_pair(p, w) for p in live) for w in live):
-            return "no prefill worker is registered that agrees with a decode worker"
+            return (
+                "no prefill worker is registered that agrees with a decode worker: compare their --model, --revision, --dtype, "
+                "--kv-cache-dtype and --block-size"
+            )
         return "no worker has served its first request yet"
 
     async def wait_ready(self) -> None:

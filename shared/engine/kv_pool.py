@@ -1,14 +1,14 @@
 """The KV pool: the memory that all blocks of a worker live in.
 
-    kv[NB, L, 2, Hkv, BS, D]      block b is one run of `geometry.block_bytes` bytes
-       │   │  │   │    │   └ head size
-       │   │  │   │    └ tokens of a block
-       │   │  │   └ KV heads
-       │   │  └ K, V
-       │   └ layers
-       └ blocks; block 0 belongs to nobody
+    blocks[NB, L, 2, Hkv, head_bytes] uint8      block b is one run of `geometry.block_bytes` bytes
+           │   │  │   │    └ of the block's tokens: values [BS, D], with one-byte types also scales [BS]
+           │   │  │   └ KV heads                           (`shared/kernels/kv_layout.py`)
+           │   │  └ K, V
+           │   └ layers
+           └ blocks; block 0 belongs to nobody
 
-It knows bytes, not who owns them: the block manager does. A network thread reads and writes blocks here while the engine thread
+Copies, transfers and checksums are of bytes, whatever the type; `layers` are the typed views of the same memory that kernels
+compute with. The pool does not know who owns blocks: the block manager does. A network thread reads and writes blocks here while the engine thread
 computes on others. On a GPU both use the default stream, so a read sees all that was launched before it, and a forward pass
 launched after a write sees the write.
 """
@@ -26,7 +26,8 @@ from torch import Tensor
 from shared.engine.pool_memory import SharedStorage, Storage, zeroed_storage
 from shared.errors import CorruptTransfer
 from shared.kernels.interface import Kernels
-from shared.models.dtype import DTYPES
+from shared.kernels.kv_layout import KvLayer, typed_views
+from shared.models.dtype import KV_DTYPES
 from shared.worker_info import KvGeometry
 
 
@@ -40,35 +41,39 @@ class KvPool:
         self.geometry = geometry
         self.num_blocks = num_blocks
         self._kernels = kernels
-        self._bytes = storage(num_blocks * g.block_bytes, device)
+        memory = storage(num_blocks * g.block_bytes, device)
         self.shared_storage = storage if isinstance(storage, SharedStorage) else None
-        self._dtype = DTYPES[g.kv_dtype]
-        self.kv = self._bytes.view(self._dtype).view(num_blocks, g.num_layers, 2, g.num_kv_heads, g.block_size, g.head_dim)
+        self.blocks = memory.view(num_blocks, g.num_layers, 2, g.num_kv_heads, g.head_bytes)
+        self.kv, self.scales = typed_views(self.blocks, KV_DTYPES[g.kv_dtype], g.block_size, g.head_dim)
+        self.layers = tuple(self._layer(index) for index in range(g.num_layers))
 
-    def layer(self, index: int) -> Tensor:
-        """The view [NB, 2, Hkv, BS, D] of one layer."""
-        return self.kv[:, index]
+    @property
+    def device(self) -> torch.device:
+        return self.blocks.device
+
+    def _layer(self, index: int) -> KvLayer:
+        return KvLayer(self.kv[:, index], None if self.scales is None else self.scales[:, index])
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks, (source, target) each. No target is also a source."""
         if copies:
-            pairs = torch.tensor(copies, dtype=torch.int64).to(self.kv.device)
-            self._kernels.copy_blocks(self.kv, pairs[:, 0], pairs[:, 1])
+            pairs = torch.tensor(copies, dtype=torch.int64).to(self.device)
+            self._kernels.copy_blocks(self.blocks, pairs[:, 0], pairs[:, 1])
 
     @property
     def host_blocks(self) -> NDArray[np.uint8]:
-        """The bytes of a pool on a CPU, writable: [NB, L, 2, Hkv, bytes of one head's tokens]."""
-        return split_blocks(self._host_bytes(), self.geometry)
+        """The bytes of a pool on a CPU, writable: [NB, L, 2, Hkv, head_bytes]."""
+        return self.blocks.numpy()
 
     def gather(self, block_ids: Sequence[int]) -> Tensor:
         """Whole blocks, one after the other: [len(block_ids) * block_bytes] uint8, on the pool's device."""
-        ids = torch.tensor(block_ids, dtype=torch.int64).to(self.kv.device)
-        return self._kernels.gather_blocks(self.kv, ids).view(torch.uint8).flatten()
+        ids = torch.tensor(block_ids, dtype=torch.int64).to(self.device)
+        return self._kernels.gather_blocks(self.blocks, ids).flatten()
 
     def read_blocks(self, block_ids: Sequence[int]) -> bytes | memoryview:
         """Whole blocks, one after the other. Waits for the device."""
-        if self.kv.device.type == "cpu":
-            rows = self._host_bytes().reshape(self.num_blocks, -1)
+        if self.device.type == "cpu":
+            rows = self.host_blocks.reshape(self.num_blocks, -1)
             return b"".join([rows[b] for b in block_ids])
         return self.gather(block_ids).cpu().numpy().data
 
@@ -81,42 +86,39 @@ class KvPool:
         first_head: int,
         num_heads: int,
     ) -> None:
-        """Writes a range of layers and KV heads of some blocks: data is [len(block_ids), num_layers, 2, num_heads, BS, D] in the
-        pool's type, as bytes or as a flat uint8 tensor on the pool's device. Raises CorruptTransfer, and writes nothing, if a range
+        """Writes a range of layers and KV heads of some blocks: data is [len(block_ids), num_layers, 2, num_heads, head_bytes],
+        as bytes or as a flat uint8 tensor on the pool's device. Raises CorruptTransfer, and writes nothing, if a range
         or the size of `data` is wrong."""
         g = self.geometry
         self._check_range("block", min(block_ids, default=0), max(block_ids, default=0) + 1, 1, self.num_blocks)
         self._check_range("layer", first_layer, first_layer + num_layers, 0, g.num_layers)
         self._check_range("head", first_head, first_head + num_heads, 0, g.num_kv_heads)
-        shape = (len(block_ids), num_layers, 2, num_heads, g.block_size * g.head_dim * self._dtype.itemsize)
+        shape = (len(block_ids), num_layers, 2, num_heads, g.head_bytes)
         size_bytes = data.numel() if isinstance(data, Tensor) else len(data)
         if size_bytes != prod(shape):
             raise CorruptTransfer(
                 f"{size_bytes} bytes came for {len(block_ids)} blocks of {num_layers} layers; {prod(shape)} are due"
             )
         layers, heads = slice(first_layer, first_layer + num_layers), slice(first_head, first_head + num_heads)
-        if self.kv.device.type == "cpu":
+        if self.device.type == "cpu":
             target = self.host_blocks
             source = data.numpy() if isinstance(data, Tensor) else np.frombuffer(data, dtype=np.uint8)
             for block_id, block in zip(block_ids, source.reshape(shape), strict=True):
                 target[block_id, layers, :, heads] = block
             return
         on_device = data if isinstance(data, Tensor) else self._upload(data)
-        blocks = on_device.view(self._dtype).view(*shape[:4], g.block_size, g.head_dim)
-        ids = torch.tensor(block_ids, dtype=torch.int64).to(self.kv.device)
-        if blocks.shape[1:] == self.kv.shape[1:]:
-            self._kernels.scatter_blocks(self.kv, ids, blocks)
+        blocks = on_device.view(shape)
+        ids = torch.tensor(block_ids, dtype=torch.int64).to(self.device)
+        if blocks.shape[1:] == self.blocks.shape[1:]:
+            self._kernels.scatter_blocks(self.blocks, ids, blocks)
         else:
-            self.kv[ids, layers, :, heads] = blocks
+            self.blocks[ids, layers, :, heads] = blocks
 
     def _upload(self, data: bytes | bytearray | memoryview) -> Tensor:
         """Pinned memory is what an asynchronous copy needs; its allocator keeps it until the copy is done."""
         staging = torch.empty(len(data), dtype=torch.uint8, pin_memory=True)
         staging.numpy()[:] = np.frombuffer(data, dtype=np.uint8)
-        return staging.to(self.kv.device, non_blocking=True)
-
-    def _host_bytes(self) -> NDArray[np.uint8]:
-        return self._bytes.numpy()
+        return staging.to(self.device, non_blocking=True)
 
     @staticmethod
     def _check_range(what: str, start: int, stop: int, lowest: int, end: int) -> None:
@@ -125,7 +127,5 @@ class KvPool:
 
 
 def split_blocks(memory: NDArray[np.uint8], geometry: KvGeometry) -> NDArray[np.uint8]:
-    """The bytes of blocks that lie one after the other, as [num_blocks, L, 2, Hkv, bytes of one head's tokens]. No copy."""
-    g = geometry
-    head_bytes = g.block_bytes // (g.num_layers * 2 * g.num_kv_heads)
-    return memory.reshape(-1, g.num_layers, 2, g.num_kv_heads, head_bytes)
+    """The bytes of blocks that lie one after the other, as [num_blocks, L, 2, Hkv, head_bytes]. No copy."""
+    return memory.reshape(-1, geometry.num_layers, 2, geometry.num_kv_heads, geometry.head_bytes)

@@ -27,7 +27,7 @@ from shared.models.checkpoint import open_checkpoint
 from shared.models.config import read_config
 from shared.models.decoder import Decoder
 from shared.models.digest import weights_digest
-from shared.models.dtype import DTYPES, choose_dtype
+from shared.models.dtype import choose_dtype, choose_kv_dtype, name_of
 from shared.models.loading import expected_shapes, load_decoder
 from shared.models.locate import locate
 from shared.readiness import notify_progress
@@ -57,8 +57,8 @@ class ModelRunner:
         self.pool.copy(plan.copies)
         if not plan.scheduled:
             return []
-        batch = build_batch(plan, self.pool.geometry.block_size, self.pool.kv.device)
-        hidden = self.model.forward(batch.token_ids, self.pool.kv, batch.attention)
+        batch = build_batch(plan, self.pool.geometry.block_size, self.pool.device)
+        hidden = self.model.forward(batch.token_ids, self.pool.layers, batch.attention)
         if not len(batch.sample_rows):
             return [[] for _ in plan.scheduled]
         logits = self.model.logits(hidden[batch.sample_rows])
@@ -78,16 +78,18 @@ def load_runner(config: WorkerConfig, role: Role) -> ModelRunner:
         sizing.check_weights_fit(num_weights * torch.float32.itemsize, torch.device("cpu"))
     checkpoint = open_checkpoint(files)
     dtype = choose_dtype(config.dtype, checkpoint.dtype, device)
+    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device)
     sizing.check_weights_fit(num_weights * dtype.itemsize, device)
     kernels = load_kernels(config.kernels, device)
     model = load_decoder(model_config, checkpoint, kernels, dtype, device, max_model_len)
     geometry = KvGeometry(
         weights_digest=weights_digest(files),
+        dtype=name_of(dtype),
         num_layers=model_config.num_layers,
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
         block_size=config.block_size,
-        kv_dtype=next(name for name, value in DTYPES.items() if value is dtype),
+        kv_dtype=name_of(kv_dtype),
     )
     num_blocks = _num_blocks(config, role, model, geometry, max_model_len, device)
     sizing.check_pool(num_blocks, geometry, max_model_len)
@@ -96,13 +98,14 @@ def load_runner(config: WorkerConfig, role: Role) -> ModelRunner:
     notify_progress("warming up")
     runner.execute(_full_plan(runner, num_tokens=2, num_seqs=2))
     log.info(
-        "%s on %s: %s, %s kernels, %.0f million weights, %d KV blocks (%.2f GiB), sequences up to %d tokens",
+        "%s on %s: %s, %s kernels, %.0f million weights, %d KV blocks of %s (%.2f GiB), sequences up to %d tokens",
         config.model_name,
         device,
-        geometry.kv_dtype,
+        geometry.dtype,
         kernels.name,
         num_weights / 1e6,
         num_blocks,
+        geometry.kv_dtype,
         num_blocks * geometry.block_bytes / 2**30,
         max_model_len,
     )

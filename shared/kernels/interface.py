@@ -4,9 +4,9 @@
     S  sequences in the step                           Hkv KV heads         BS  block size
     NB blocks in the pool                              L   layers           E   any feature size
 
-The pool is `kv[NB, L, 2, Hkv, BS, D]`: a block is one contiguous run of bytes that holds K (0) and V (1) of all layers.
-Kernels get the strided view of one layer, `kv_layer = kv[:, layer]`, shape [NB, 2, Hkv, BS, D]. Block 0 belongs to nobody:
-padding may point there.
+The pool is `[NB, L, 2, Hkv, bytes of a head]`: a block is one contiguous run of bytes that holds K (0) and V (1) of all layers.
+Kernels that compute get one layer of it as typed views (`KvLayer`, see `shared/kernels/kv_layout.py`); kernels that move whole
+blocks get bytes. Block 0 belongs to nobody: padding may point there.
 
 A body never allocates what it can write in place, never synchronizes with the host, and computes inside in float32.
 `shared/kernels/reference.py` is the oracle; each other body is tested against it.
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
+
+from shared.kernels.kv_layout import KvLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ class AttentionBatch:
 
 
 class Kernels(Protocol):
-    """What a model needs from the device. All tensors of one call share device and dtype unless a line says otherwise."""
+    """What a model needs from the device. All tensors of one call share device and dtype unless a line says otherwise; the pool may
+    also hold int8 or float8_e4m3fn with scales."""
 
     name: str
 
@@ -60,15 +63,18 @@ class Kernels(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2E] -> [T, E]: silu(first half) * second half."""
 
-    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> None:
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv_layer: KvLayer, batch: AttentionBatch) -> None:
         """Rotates q [T, Hq, D] in place, and stores rotated k [T, Hkv, D] and v [T, Hkv, D] in the pool at `batch.slots`.
 
         cos_sin [max_position, 2, R / 2] float32, R <= D the rotary size, halves rotated against each other ("neox" order):
         (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin). q, k, v may be strided views of one fused projection.
+
+        A one-byte pool gets, for each token and head, scale = max(max |x| / LARGEST_STORED, SMALLEST_SCALE) and x / scale, rounded
+        to nearest even, of the rotated k and of v; the scale is NaN where some x is not finite.
         """
 
     def attention(
-        self, q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: float, window: int = 0, softcap: float = 0.0
+        self, q: Tensor, kv_layer: KvLayer, batch: AttentionBatch, scale: float, window: int = 0, softcap: float = 0.0
     ) -> Tensor:
         """Causal attention of q [T, Hq, D] over the paged keys. Returns [T, Hq * D], contiguous.
 
@@ -76,13 +82,14 @@ class Kernels(Protocol):
         Query head h reads KV head h // (Hq / Hkv).
         """
 
-    def copy_blocks(self, kv: Tensor, sources: Tensor, targets: Tensor) -> None:
-        """kv[targets[i]] = kv[sources[i]], whole blocks; sources, targets [N] int64. No target is also a source."""
+    def copy_blocks(self, pool: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """pool[targets[i]] = pool[sources[i]], whole blocks; pool [NB, ...] contiguous, of any type; sources, targets [N] int64.
+        No target is also a source."""
 
-    def gather_blocks(self, kv: Tensor, block_ids: Tensor) -> Tensor:
-        """[N, L, 2, Hkv, BS, D], contiguous, on the pool's device: whole blocks for shipping. block_ids [N] int64."""
+    def gather_blocks(self, pool: Tensor, block_ids: Tensor) -> Tensor:
+        """[N, ...], contiguous, on the pool's device: whole blocks for shipping. pool as above, block_ids [N] int64."""
 
-    def scatter_blocks(self, kv: Tensor, block_ids: Tensor, blocks: Tensor) -> None:
+    def scatter_blocks(self, pool: Tensor, block_ids: Tensor, blocks: Tensor) -> None:
         """The inverse of gather_blocks; block_ids are distinct."""
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared.kernels.interface import AttentionBatch, SamplingBatch
+from shared.kernels.kv_layout import LARGEST_STORED, SMALLEST_SCALE, KvLayer
 
 _QUERY_SLICE = 256
 
@@ -40,16 +41,18 @@ class ReferenceKernels:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.silu(gate) * up).to(gate_up.dtype)
 
-    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> None:
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv_layer: KvLayer, batch: AttentionBatch) -> None:
         cos, sin = cos_sin[batch.positions].unsqueeze(2).unbind(1)  # [T, 1, R / 2] each
         q.copy_(_rotate(q, cos, sin))
-        block_size = kv_layer.shape[3]
+        block_size = kv_layer.values.shape[3]
         blocks, offsets = batch.slots // block_size, batch.slots % block_size
-        kv_layer[blocks, 0, :, offsets] = _rotate(k, cos, sin)
-        kv_layer[blocks, 1, :, offsets] = v
+        for which, x in enumerate((_rotate(k, cos, sin), v.float())):
+            if kv_layer.scales is not None:
+                x, kv_layer.scales[blocks, which, :, offsets] = quantize(x, kv_layer.values.dtype)
+            kv_layer.values[blocks, which, :, offsets] = x.to(kv_layer.values.dtype)
 
     def attention(
-        self, q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: float, window: int = 0, softcap: float = 0.0
+        self, q: Tensor, kv_layer: KvLayer, batch: AttentionBatch, scale: float, window: int = 0, softcap: float = 0.0
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         n = batch.num_single
@@ -67,14 +70,14 @@ class ReferenceKernels:
                 out[rows] = _attend(q[None, rows], kv_layer, table, positions, num_keys, scale, window, softcap)[0]
         return out.flatten(1)
 
-    def copy_blocks(self, kv: Tensor, sources: Tensor, targets: Tensor) -> None:
-        kv[targets] = kv[sources]
+    def copy_blocks(self, pool: Tensor, sources: Tensor, targets: Tensor) -> None:
+        pool[targets] = pool[sources]
 
-    def gather_blocks(self, kv: Tensor, block_ids: Tensor) -> Tensor:
-        return kv[block_ids]
+    def gather_blocks(self, pool: Tensor, block_ids: Tensor) -> Tensor:
+        return pool[block_ids]
 
-    def scatter_blocks(self, kv: Tensor, block_ids: Tensor, blocks: Tensor) -> None:
-        kv[block_ids] = blocks
+    def scatter_blocks(self, pool: Tensor, block_ids: Tensor, blocks: Tensor) -> None:
+        pool[block_ids] = blocks
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         greedy = logits.argmax(-1)
@@ -90,34 +93,49 @@ class ReferenceKernels:
         return torch.where(is_greedy, greedy, drawn)
 
 
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [..., D] float32 -> (values [..., D] of `dtype`, scales [...]) as a one-byte pool holds them."""
+    largest = x.abs().amax(-1)
+    scales = (largest / LARGEST_STORED[dtype]).clamp(min=SMALLEST_SCALE).masked_fill_(~largest.isfinite(), torch.nan)
+    values = (x / scales.unsqueeze(-1)).nan_to_num_(0.0)
+    return (values.round() if dtype is torch.int8 else values).to(dtype), scales
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, D], cos and sin [T, 1, R / 2] float32 -> x with its first R features rotated, in x's dtype."""
+    """x [T, H, D], cos and sin [T, 1, R / 2] float32 -> x with its first R features rotated, in float32."""
     rotary = 2 * cos.shape[-1]
     x1, x2 = x[..., :rotary].float().chunk(2, dim=-1)
-    return torch.cat(((x1 * cos - x2 * sin).to(x.dtype), (x2 * cos + x1 * sin).to(x.dtype), x[..., rotary:]), dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., rotary:].float()), dim=-1)
 
 
 def _attend(
-    q: Tensor, kv_layer: Tensor, tables: Tensor, positions: Tensor, num_keys: int, scale: float, window: int, softcap: float
+    q: Tensor, kv_layer: KvLayer, tables: Tensor, positions: Tensor, num_keys: int, scale: float, window: int, softcap: float
 ) -> Tensor:
     """Q queries of each of B sequences over their first num_keys keys. q [B, Q, Hq, D], tables [B, >= num_keys / BS],
     positions [B, Q] -> [B, Q, Hq, D] float32."""
     num_queries, num_heads, head_dim = q.shape[1:]
-    num_kv_heads, block_size = kv_layer.shape[2:4]
-    blocks = kv_layer.permute(1, 2, 0, 3, 4)[:, :, tables[:, : -(-num_keys // block_size)]]  # a copy, [2, Hkv, B, blocks, BS, D]
+    num_kv_heads, block_size = kv_layer.values.shape[2:4]
+    tables = tables[:, : -(-num_keys // block_size)]
+    blocks = kv_layer.values.permute(1, 2, 0, 3, 4)[:, :, tables]  # a copy, [2, Hkv, B, blocks, BS, D]
     k, v = blocks.flatten(3, 4).float()  # [Hkv, B, keys, D] each
     keys = torch.arange(k.shape[2], device=q.device)
     visible = keys <= positions.unsqueeze(2)  # [B, Q, keys]
     if window:
         visible &= keys > positions.unsqueeze(2) - window
     # Slots that nobody sees may hold anything: 0 * NaN would still be NaN.
-    v.masked_fill_(~visible.any(1).unsqueeze(2), 0.0)
+    unseen = ~visible.any(1)  # [B, keys]
+    v.masked_fill_(unseen.unsqueeze(2), 0.0)
     grouped = (q.float() * scale).unflatten(2, (num_kv_heads, -1)).permute(2, 0, 3, 1, 4)  # [Hkv, B, Hq / Hkv, Q, D]
     scores = grouped.flatten(2, 3) @ k.transpose(2, 3)  # [Hkv, B, Hq / Hkv * Q, keys]
+    if kv_layer.scales is not None:
+        k_scales, v_scales = kv_layer.scales.permute(1, 2, 0, 3)[:, :, tables].flatten(3)  # [Hkv, B, keys] each
+        scores *= k_scales.unsqueeze(2)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     hidden = ~visible.repeat(1, num_heads // num_kv_heads, 1)  # [B, Hq / Hkv * Q, keys]
     weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+    if kv_layer.scales is not None:
+        weights *= v_scales.masked_fill_(unseen, 0.0).unsqueeze(2)
     mixed: Tensor = (weights @ v).unflatten(2, (-1, num_queries))  # [Hkv, B, Hq / Hkv, Q, D]
     return mixed.permute(1, 3, 0, 2, 4).reshape(-1, num_queries, num_heads, head_dim)
 

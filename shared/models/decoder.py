@@ -10,12 +10,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from shared.kernels.interface import AttentionBatch, Kernels
+from shared.kernels.kv_layout import KvLayer
 from shared.models.config import ModelConfig
 
 
@@ -55,14 +57,14 @@ class Decoder:
         self._weights = weights
         self._scale = config.head_dim**-0.5
 
-    def forward(self, token_ids: Tensor, kv: Tensor, batch: AttentionBatch) -> Tensor:
-        """token_ids [T] int64, kv [NB, L, 2, Hkv, BS, D] -> normalized hidden states [T, E]. Writes the tokens' K and V to kv."""
+    def forward(self, token_ids: Tensor, kv_layers: Sequence[KvLayer], batch: AttentionBatch) -> Tensor:
+        """token_ids [T] int64 -> normalized hidden states [T, E]. Writes the tokens' K and V to the pool, one view per layer."""
         weights, kernels, eps = self._weights, self.kernels, self.config.rms_norm_eps
         residual = kernels.embedding(token_ids, weights.embed)
         x = kernels.rms_norm(residual, weights.layers[0].input_norm, eps)
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.norm]
         for i, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
-            x = self._attention(layer, x, kv[:, i], batch, self.config.windows[i])
+            x = self._attention(layer, x, kv_layers[i], batch, self.config.windows[i])
             x = kernels.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = self._linear(layer.down, kernels.silu_mul(self._linear(layer.gate_up, x)))
             x = kernels.add_rms_norm(x, residual, next_norm, eps)
@@ -72,7 +74,7 @@ class Decoder:
         """hidden [N, E], rows of what `forward` returned -> [N, V] float32."""
         return self._linear(self._weights.head, hidden).float()
 
-    def _attention(self, layer: Layer, x: Tensor, kv_layer: Tensor, batch: AttentionBatch, window: int) -> Tensor:
+    def _attention(self, layer: Layer, x: Tensor, kv_layer: KvLayer, batch: AttentionBatch, window: int) -> Tensor:
         config, kernels = self.config, self.kernels
         heads = self._linear(layer.qkv, x).view(len(x), -1, config.head_dim)  # [T, Hq + 2 Hkv, D]
         q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)

@@ -12,8 +12,7 @@ from shared.worker_info import KvGeometry
 
 def chunk_bytes(geometry: KvGeometry, chunk: kv_pb2.Chunk) -> int:
     """`geometry` is the whole model's."""
-    head_bytes = geometry.block_bytes // (geometry.num_layers * 2 * geometry.num_kv_heads)
-    return chunk.num_blocks * chunk.num_layers * 2 * chunk.num_heads * head_bytes
+    return chunk.num_blocks * chunk.num_layers * 2 * chunk.num_heads * geometry.head_bytes
 
 
 def checksum_of(payload: Payload) -> int:

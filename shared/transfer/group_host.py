@@ -126,7 +126,7 @@ class GroupHost:
             raise LinkLost("this is not the worker that was meant")
         address = self._address()
         store, port = await asyncio.to_thread(serve_store, address, _JOIN_TIMEOUT_S)
-        communicator = Communicator(self.name, self._pool.kv.device, RECEIVER_RANK, self._timeout_s)
+        communicator = Communicator(self.name, self._pool.device, RECEIVER_RANK, self._timeout_s)
         link = self._links[request.link_id] = _Link(communicator, self._pool)
         try:
             yield kv_pb2.JoinReply(store_host=address, store_port=port)

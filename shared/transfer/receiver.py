@@ -326,11 +326,12 @@ class Receiver:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "kv_dtype"):
             if getattr(theirs, name) != getattr(ours, name):
                 metrics.refused.labels("geometry").inc()
-                raise IncompatiblePeer(f"{name} is {getattr(theirs, name)} at the sender and {getattr(ours, name)} here")
+                advice = "; give both the same --kv-cache-dtype and --dtype" if name == "kv_dtype" else ""
+                raise IncompatiblePeer(f"{name} is {getattr(theirs, name)} at the sender and {getattr(ours, name)} here{advice}")
         if theirs.digest != ours.digest:
             metrics.refused.labels("geometry").inc()
             raise IncompatiblePeer(
-                f"digest is {theirs.digest} at the sender and {ours.digest} here: model, weights or protocol differ"
+                f"digest is {theirs.digest} at the sender and {ours.digest} here: model, weights, --dtype or protocol differ"
             )
 
 

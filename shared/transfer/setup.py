@@ -31,8 +31,8 @@ def make_links(config: WorkerConfig, pool: KvPool, host_name: Callable[[], str])
     """A prefill worker's. `host_name` gives the name that others reach this host by, once it is known. Raises ConfigError."""
     makers: dict[str, Callable[[], Connector]] = {
         SHM: lambda: ShmConnector(pool.geometry),
-        NCCL: lambda: GroupConnector(NCCL, pool.kv.device, host_name, config.transfer_timeout_s),
-        GLOO: lambda: GroupConnector(GLOO, pool.kv.device, host_name, config.transfer_timeout_s),
+        NCCL: lambda: GroupConnector(NCCL, pool.device, host_name, config.transfer_timeout_s),
+        GLOO: lambda: GroupConnector(GLOO, pool.device, host_name, config.transfer_timeout_s),
         GRPC: InlineConnector,
     }
     return Links([makers[name]() for name in _choose(config, [SHM, *_possible(pool), GRPC])])
@@ -51,7 +51,7 @@ def make_hosts(config: WorkerConfig, pool: KvPool, boot_id: str, host_name: Call
 
 
 def _possible(pool: KvPool) -> list[str]:
-    if pool.kv.device.type == "cuda":
+    if pool.device.type == "cuda":
         return [NCCL] if dist.is_available() and dist.is_nccl_available() else []
     return [GLOO] if dist.is_available() and dist.is_gloo_available() else []
 

@@ -78,7 +78,7 @@ class ShmWriter:
 
 def _host_blocks(pool: KvPool, block_ids: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
     """Each block, [L, 2, heads, bytes of one head's tokens]: in place on a CPU, read from the device first on a GPU."""
-    if pool.kv.device.type == "cpu":
+    if pool.device.type == "cpu":
         blocks = pool.host_blocks
         return (blocks[block_id] for block_id in block_ids)
     return iter(split_blocks(np.frombuffer(pool.read_blocks(block_ids), dtype=np.uint8), pool.geometry))

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from shared.kernels.cpu import CpuKernels
 from shared.kernels.interface import AttentionBatch
+from shared.kernels.kv_layout import KvLayer
 from shared.kernels.reference import ReferenceKernels
+from tests.support.quantized_kv import quantized_layer
 
 REFERENCE = ReferenceKernels()
 
@@ -52,8 +54,12 @@ class Paged:
     batch: AttentionBatch
 
     @property
-    def kv_layer(self) -> Tensor:
-        return self.kv[:, 1]
+    def kv_layer(self) -> KvLayer:
+        return KvLayer(self.kv[:, 1])
+
+    def quantized(self, dtype: torch.dtype) -> KvLayer:
+        """The same layer in a pool of a one-byte type."""
+        return quantized_layer(self.kv[:, 1], dtype)
 
 
 def paged(lens: list[tuple[int, int]], shape: Shape, seed: int, window: int = 0) -> Paged:

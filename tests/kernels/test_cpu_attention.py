@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
+from shared.kernels.kv_layout import KvLayer
 from tests.kernels.cpu_cases import DTYPES, REFERENCE, Paged, Shape, assert_near, cpu_kernels, paged
+from tests.support.quantized_kv import ONE_BYTE_TYPES
 
 SINGLES = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 100), (1, 256), (1, 257), (1, 600)]
 CHUNKS = [(2, 2), (15, 15), (16, 16), (17, 17), (33, 90), (100, 300), (2, 130)]
 
 
-def compare(case: Paged, window: int = 0, softcap: float = 0.0) -> Tensor:
+def compare(case: Paged, window: int = 0, softcap: float = 0.0, kv_layer: KvLayer | None = None) -> Tensor:
     scale = case.q.shape[2] ** -0.5
-    out = cpu_kernels().attention(case.q, case.kv_layer, case.batch, scale, window, softcap)
+    kv_layer = kv_layer or case.kv_layer
+    out = cpu_kernels().attention(case.q, kv_layer, case.batch, scale, window, softcap)
     assert out.is_contiguous()
-    assert_near(out, REFERENCE.attention(case.q, case.kv_layer, case.batch, scale, window, softcap))
+    assert_near(out, REFERENCE.attention(case.q, kv_layer, case.batch, scale, window, softcap))
     return out
 
 
@@ -55,6 +59,46 @@ def test_random_batches_equal_the_reference(seed: int) -> None:
     past = torch.randint(0, 400, (num_single + num_chunks,), generator=generator).tolist()
     lens = [(q, q + p) for q, p in zip(queries, past, strict=True)]
     compare(paged(lens, Shape(num_kv_heads * group, num_kv_heads, 48, dtype=DTYPES[seed % 2]), seed))
+
+
+@pytest.mark.parametrize("kv_dtype", ONE_BYTE_TYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "window", "softcap"), [(Shape(6, 2, 64), 0, 0.0), (Shape(3, 1, 20, 8), 10, 0.0), (Shape(8, 2, 128, 32), 0, 3.0)]
+)
+def test_one_byte_pools_equal_the_reference(
+    shape: Shape, window: int, softcap: float, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    case = paged(SINGLES + CHUNKS, dataclasses.replace(shape, dtype=dtype), seed=9, window=window)
+    compare(case, window, softcap, case.quantized(kv_dtype))
+
+
+@pytest.mark.parametrize("kv_dtype", ONE_BYTE_TYPES, ids=str)
+def test_every_value_that_a_one_byte_pool_can_hold_is_read_exactly(kv_dtype: torch.dtype) -> None:
+    """One key, so the result is its value: all 256 codes but NaN's, which are never stored."""
+    codes = torch.arange(256).to(torch.uint8).view(kv_dtype)
+    codes = torch.where(codes.float().isfinite(), codes.float(), 0.0).to(kv_dtype)
+    for queries in (1, 2):
+        case = paged([(queries, queries)], Shape(1, 1, 256), seed=1)
+        kv_layer = case.quantized(kv_dtype)
+        assert kv_layer.scales is not None
+        kv_layer.values[case.batch.block_tables[0, 0], :, 0, :queries] = codes
+        kv_layer.scales[case.batch.block_tables[0, 0], :, 0, :queries] = 1.0
+        out = cpu_kernels().attention(case.q * 0, kv_layer, case.batch, 1.0)
+        assert torch.equal(out, codes.float().expand(queries, 256))
+
+
+@pytest.mark.parametrize("kv_dtype", ONE_BYTE_TYPES, ids=str)
+@pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize("queries", [1, 20])
+def test_a_key_or_value_that_is_not_finite_shows_in_the_results_of_its_sequence_alone(
+    queries: int, which: int, kv_dtype: torch.dtype
+) -> None:
+    case = paged([(1, 40)] * 2 if queries == 1 else [(queries, 40)] * 2, Shape(2, 1, 32), seed=2)
+    case.kv[case.batch.block_tables[1, 0], 1, which, 0, 3, 5] = math.inf
+    out = cpu_kernels().attention(case.q, case.quantized(kv_dtype), case.batch, 0.2)
+    assert out[:queries].isfinite().all()
+    assert out[queries:].isnan().all()
 
 
 def test_large_scores_neither_overflow_nor_vanish() -> None:

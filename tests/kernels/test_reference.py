@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from shared.errors import ConfigError
 from shared.kernels import load_kernels
 from shared.kernels.interface import AttentionBatch, SamplingBatch
+from shared.kernels.kv_layout import KvLayer
 from shared.kernels.reference import ReferenceKernels
 
 KERNELS = ReferenceKernels()
@@ -86,7 +87,7 @@ def test_attention_equals_a_plain_loop(lens: list[tuple[int, int]], window: int,
             kv_layer[block, 0, :, p % BLOCK_SIZE], kv_layer[block, 1, :, p % BLOCK_SIZE] = k[p], v[p]
         start = int(batch.query_starts[s])
         expected.append(plain_attention(q[start : start + queries], k, v, 0.3, window, softcap).flatten(1))
-    out = KERNELS.attention(q, kv_layer, batch, 0.3, window, softcap)
+    out = KERNELS.attention(q, KvLayer(kv_layer), batch, 0.3, window, softcap)
     assert out.is_contiguous()
     torch.testing.assert_close(out, torch.cat(expected), atol=1e-5, rtol=1e-5)
 
@@ -99,7 +100,7 @@ def test_rope_store_rotates_like_transformers_and_writes_only_its_slots() -> Non
     angles = torch.arange(64).float()[:, None] * torch.rand(HEAD_DIM // 2, generator=generator)
     cos_sin = torch.stack((angles.cos(), angles.sin()), 1)
     kv_layer = torch.zeros(num_blocks, 2, 2, BLOCK_SIZE, HEAD_DIM)
-    KERNELS.rope_store(q, k, v, cos_sin, kv_layer, batch)
+    KERNELS.rope_store(q, k, v, cos_sin, KvLayer(kv_layer), batch)
 
     cos, sin = (torch.cat((table, table), -1)[batch.positions] for table in (angles.cos(), angles.sin()))
     expected_q, expected_k = apply_rotary_pos_emb(fused[:, :4], fused[:, 4:6], cos, sin)
@@ -117,7 +118,7 @@ def test_a_partial_rotation_leaves_the_other_features() -> None:
     before = q.clone()
     angles = torch.rand(8, 3)
     kv_layer = torch.zeros(num_blocks, 2, 2, BLOCK_SIZE, HEAD_DIM)
-    KERNELS.rope_store(q, k, v, torch.stack((angles.cos(), angles.sin()), 1), kv_layer, batch)
+    KERNELS.rope_store(q, k, v, torch.stack((angles.cos(), angles.sin()), 1), KvLayer(kv_layer), batch)
     assert torch.equal(q[..., 6:], before[..., 6:])
     assert not torch.equal(q[..., :6], before[..., :6])
 

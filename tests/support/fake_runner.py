@@ -18,7 +18,7 @@ from shared.request import choice_seed
 from shared.worker_info import KvGeometry
 
 VOCAB_SIZE = 1000
-GEOMETRY = KvGeometry("fake-weights", num_layers=2, num_kv_heads=2, head_dim=4, block_size=16, kv_dtype="float32")
+GEOMETRY = KvGeometry("fake-weights", "float32", num_layers=2, num_kv_heads=2, head_dim=4, block_size=16, kv_dtype="float32")
 
 
 def fingerprint(prefix: Sequence[int]) -> int:

@@ -16,7 +16,7 @@ from shared.worker_config import WorkerConfig
 from shared.worker_info import KvGeometry, Role
 from tests.support.engine import make_tiny_model, tiny_runner
 
-GEOMETRY = KvGeometry("digest", num_layers=3, num_kv_heads=4, head_dim=8, block_size=16, kv_dtype="bfloat16")
+GEOMETRY = KvGeometry("digest", "bfloat16", num_layers=3, num_kv_heads=4, head_dim=8, block_size=16, kv_dtype="bfloat16")
 CPU = torch.device("cpu")
 
 
@@ -36,7 +36,7 @@ def test_a_block_is_one_run_of_bytes_in_the_stated_layout() -> None:
     assert pool.kv[1].is_contiguous()
     assert pool.kv[1].nbytes == GEOMETRY.block_bytes
     assert not pool.kv.any()
-    assert pool.layer(2).data_ptr() == pool.kv[0, 2].data_ptr()
+    assert pool.layers[2].values.data_ptr() == pool.kv[0, 2].data_ptr()
 
 
 @pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview])

@@ -37,7 +37,7 @@ def step_logits(runner: ModelRunner, work: list[tuple[Sequence, int]]) -> list[T
     """One step of (sequence, number of its next tokens); logits of all its tokens, per sequence."""
     plan = Plan(tuple(schedule(sequence, count) for sequence, count in work))
     batch = build_batch(plan, runner.pool.geometry.block_size, CPU)
-    logits = runner.model.logits(runner.model.forward(batch.token_ids, runner.pool.kv, batch.attention))
+    logits = runner.model.logits(runner.model.forward(batch.token_ids, runner.pool.layers, batch.attention))
     for sequence, count in work:
         sequence.num_computed_tokens += count
     return list(logits.split([count for _, count in work]))

@@ -7,16 +7,28 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "scalar.h"
+#include "quantized.h"
 
 namespace twostroke {
 
-template <typename T>
+// [NB, 2, Hkv, BS, ...] of a layer's view of the pool.
+template <typename E>
+struct Paged {
+  const E* data;
+  int64_t block_stride, value_offset, head_stride, token_stride;
+
+  const E* at(int64_t block, int64_t kv_head, int64_t token) const {
+    return data + block * block_stride + kv_head * head_stride + token * token_stride;
+  }
+};
+
+// T is what queries and results are of, P what the pool holds.
+template <typename T, typename P>
 struct Attention {
   const T* q;  // [T, Hq, D]
   int64_t q_token_stride, q_head_stride;
-  const T* kv;  // [NB, 2, Hkv, BS, D], a layer's view of the pool
-  int64_t block_stride, value_offset;
+  Paged<P> kv;
+  Paged<float> scales;  // without data unless kIsScaled<P>
   T* out;  // [T, Hq, D]
   const int32_t* query_starts;
   const int32_t* context_lens;
@@ -32,9 +44,18 @@ struct Attention {
   // The first key that the query at `position` sees.
   int64_t first_key(int64_t position) const { return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0; }
 
-  const T* keys(int64_t sequence, int64_t position, int64_t kv_head) const {
-    const int64_t block = block_tables[sequence * table_stride + position / block_size];
-    return kv + block * block_stride + (kv_head * block_size + position % block_size) * head_dim;
+  // One head's keys from `position` on, as many as lie in its block. Its values are `kv.value_offset` further.
+  const P* keys(int64_t sequence, int64_t position, int64_t kv_head) const {
+    return kv.at(block_of(sequence, position), kv_head, position % block_size);
+  }
+
+  // Likewise what each key is to be multiplied by; for values, `scales.value_offset` further.
+  const float* key_scales(int64_t sequence, int64_t position, int64_t kv_head) const {
+    return scales.at(block_of(sequence, position), kv_head, position % block_size);
+  }
+
+  int64_t block_of(int64_t sequence, int64_t position) const {
+    return block_tables[sequence * table_stride + position / block_size];
   }
 
   // The scaled query, in float32.
@@ -77,10 +98,18 @@ inline float exp_all(float* x, int64_t count, float largest) {
   return sum;
 }
 
-template <typename T>
-void attend_singles(const Attention<T>& call);
+template <typename T, typename P>
+void attend_singles(const Attention<T, P>& call);
 
-template <typename T>
-void attend_chunks(const Attention<T>& call);
+template <typename T, typename P>
+void attend_chunks(const Attention<T, P>& call);
+
+#define TWOSTROKE_FOR_EACH_POOL(INSTANTIATE) \
+  INSTANTIATE(float, float)                  \
+  INSTANTIATE(float, int8_t)                 \
+  INSTANTIATE(float, Float8_e4m3fn)          \
+  INSTANTIATE(BFloat16, BFloat16)            \
+  INSTANTIATE(BFloat16, int8_t)              \
+  INSTANTIATE(BFloat16, Float8_e4m3fn)
 
 }  // namespace twostroke

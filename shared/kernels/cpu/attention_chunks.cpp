@@ -53,8 +53,8 @@ struct Tile {
 
 // The keys and values of the tile at `first` that some query of the item sees: positions begin .. end - 1. The rest becomes 0:
 // those slots may hold anything, and 0 * NaN would still be NaN.
-template <typename T>
-void load_keys(const Attention<T>& call, const Item& item, int64_t first, int64_t begin, int64_t end, const Tile& tile) {
+template <typename T, typename P>
+void load_keys(const Attention<T, P>& call, const Item& item, int64_t first, int64_t begin, int64_t end, const Tile& tile) {
   const int64_t dim = call.head_dim;
   if (begin > first || end < first + kKeys || dim < tile.padded_dim) std::fill_n(tile.values, kKeys * tile.padded_dim, 0.0f);
   for (int64_t strip = 0; strip < kKeys; strip += kStrip) {
@@ -65,24 +65,25 @@ void load_keys(const Attention<T>& call, const Item& item, int64_t first, int64_
         std::fill_n(row, dim, 0.0f);
         continue;
       }
-      const T* key = call.keys(item.sequence, position, item.kv_head);
-      const T* value = key + call.value_offset;
-#pragma omp simd
-      for (int64_t d = 0; d < dim; ++d) row[d] = widen(key[d]);
-      for (int64_t s = 0; s < dim; s += kStrip) {
-        float* to = tile.values + (s / kStrip * kKeys + strip + j) * kStrip;
-        const int64_t width = std::min(kStrip, dim - s);
-#pragma omp simd
-        for (int64_t d = 0; d < width; ++d) to[d] = widen(value[s + d]);
+      const P* key = call.keys(item.sequence, position, item.kv_head);
+      const P* value = key + call.kv.value_offset;
+      float key_scale = 1.0f, value_scale = 1.0f;
+      if constexpr (kIsScaled<P>) {  // here and not in the scores: each number is widened anyway
+        const float* scale = call.key_scales(item.sequence, position, item.kv_head);
+        key_scale = *scale, value_scale = scale[call.scales.value_offset];
       }
+      widen_run(key, dim, key_scale, row);
+      for (int64_t s = 0; s < dim; s += kStrip)
+        widen_run(
+            value + s, std::min(kStrip, dim - s), value_scale, tile.values + (s / kStrip * kKeys + strip + j) * kStrip);
     }
     at::vec::transpose_mxn<float>(tile.rows, dim, tile.keys + strip * dim, kStrip, kStrip, dim);
   }
 }
 
 // Turns one row of scores of keys first .. into probabilities relative to the row's largest score so far.
-template <typename T>
-void soften(const Attention<T>& call, int64_t position, int64_t first, const Tile& tile, int64_t row) {
+template <typename T, typename P>
+void soften(const Attention<T, P>& call, int64_t position, int64_t first, const Tile& tile, int64_t row) {
   float* scores = tile.scores + row * kKeys;
   const int64_t begin = std::clamp<int64_t>(call.first_key(position) - first, 0, kKeys);
   const int64_t end = std::clamp<int64_t>(position + 1 - first, begin, kKeys);
@@ -102,8 +103,8 @@ void soften(const Attention<T>& call, int64_t position, int64_t first, const Til
   tile.sum[row] += exp_all(scores + begin, end - begin, tile.largest[row]);
 }
 
-template <typename T>
-void attend_item(const Attention<T>& call, const Item& item) {
+template <typename T, typename P>
+void attend_item(const Attention<T, P>& call, const Item& item) {
   const int64_t group = call.group(), dim = call.head_dim, num_rows = item.num_queries * group;
   static thread_local Scratch scratch;
   const Tile tile(scratch, num_rows, dim);
@@ -130,8 +131,8 @@ void attend_item(const Attention<T>& call, const Item& item) {
 
 }  // namespace
 
-template <typename T>
-void attend_chunks(const Attention<T>& call) {
+template <typename T, typename P>
+void attend_chunks(const Attention<T, P>& call) {
   const int64_t queries_per_item = std::max<int64_t>(1, kRows / call.group());
   static thread_local std::vector<Item> items;
   items.clear();
@@ -146,7 +147,7 @@ void attend_chunks(const Attention<T>& call) {
   for_each_item(work.size(), [&](int64_t i) { attend_item(call, work[work.size() - 1 - i]); });
 }
 
-template void attend_chunks(const Attention<float>&);
-template void attend_chunks(const Attention<BFloat16>&);
+#define TWOSTROKE_INSTANTIATE(T, P) template void attend_chunks(const Attention<T, P>&);
+TWOSTROKE_FOR_EACH_POOL(TWOSTROKE_INSTANTIATE)
 
 }  // namespace twostroke

@@ -20,8 +20,8 @@ struct Split {
 };
 
 // body(position, count) for each run of keys that lie in one block.
-template <typename T, typename Body>
-void for_each_run(const Attention<T>& call, const Split& split, const Body& body) {
+template <typename T, typename P, typename Body>
+void for_each_run(const Attention<T, P>& call, const Split& split, const Body& body) {
   for (int64_t position = split.first; position < split.last;) {
     const int64_t count = std::min(call.block_size - position % call.block_size, split.last - position);
     body(position, count);
@@ -32,14 +32,14 @@ void for_each_run(const Attention<T>& call, const Split& split, const Body& body
 // Calls body(key index within the split, keys, count) for each few keys of one head that lie in one block, and meanwhile fetches as
 // many of the sequence's next block: blocks lie anywhere, and no hardware prefetcher follows a block table. A few at a time, since
 // the queue of outstanding reads is short. `offset` is where in a block to read: 0 for keys, value_offset for values.
-template <int64_t FEW, typename T, typename Body>
+template <int64_t FEW, typename T, typename P, typename Body>
 void for_each_few(
-    const Attention<T>& call, const Split& split, int64_t position, int64_t count, int64_t kv_head, int64_t offset,
+    const Attention<T, P>& call, const Split& split, int64_t position, int64_t count, int64_t kv_head, int64_t offset,
     const Body& body) {
-  constexpr int64_t line = 64 / sizeof(T);
+  constexpr int64_t line = 64 / sizeof(P);
   const int64_t dim = call.head_dim, next = position + count;
-  const T* here = call.keys(split.sequence, position, kv_head) + offset;
-  const T* ahead = next < split.last ? call.keys(split.sequence, next, kv_head) + offset : nullptr;
+  const P* here = call.keys(split.sequence, position, kv_head) + offset;
+  const P* ahead = next < split.last ? call.keys(split.sequence, next, kv_head) + offset : nullptr;
   for (int64_t j = 0; j < count; j += FEW) {
     if (ahead != nullptr)
       for (int64_t i = j * dim; i < (j + FEW) * dim; i += line) __builtin_prefetch(ahead + i);
@@ -47,9 +47,16 @@ void for_each_few(
   }
 }
 
+// scores [rows, kSplit]: multiplies each of `count` columns by its scale.
+inline void fold(const float* scales, int64_t count, float* scores, int64_t num_rows) {
+  for (int64_t r = 0; r < num_rows; ++r)
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j) scores[r * kSplit + j] *= scales[j];
+}
+
 // partial [Hq, D + 2]: the unnormalized output, the largest score, the sum of exponentials.
-template <typename T>
-void attend_split(const Attention<T>& call, const Split& split, int64_t kv_head_begin, int64_t kv_head_end, float* partial) {
+template <typename T, typename P>
+void attend_split(const Attention<T, P>& call, const Split& split, int64_t kv_head_begin, int64_t kv_head_end, float* partial) {
   const int64_t group = call.group(), dim = call.head_dim, size = dim + 2;
   const int64_t head_begin = kv_head_begin * group, num_rows = (kv_head_end - kv_head_begin) * group;
   static thread_local Scratch scratch;
@@ -59,9 +66,11 @@ void attend_split(const Attention<T>& call, const Split& split, int64_t kv_head_
   for_each_run(call, split, [&](int64_t position, int64_t count) {
     for (int64_t h = kv_head_begin; h < kv_head_end; ++h) {
       const int64_t r = (h - kv_head_begin) * group;
-      for_each_few<4>(call, split, position, count, h, 0, [&](int64_t index, const T* keys, int64_t few) {
+      for_each_few<4>(call, split, position, count, h, 0, [&](int64_t index, const P* keys, int64_t few) {
         dot_rows(queries + r * dim, group, dim, keys, few, dim, dim, scores + r * kSplit + index, kSplit);
       });
+      if constexpr (kIsScaled<P>)
+        fold(call.key_scales(split.sequence, position, h), count, scores + r * kSplit + position - split.first, group);
     }
   });
   for (int64_t r = 0; r < num_rows; ++r) {
@@ -76,7 +85,11 @@ void attend_split(const Attention<T>& call, const Split& split, int64_t kv_head_
     for (int64_t h = kv_head_begin; h < kv_head_end; ++h) {
       const int64_t r = (h - kv_head_begin) * group;
       float* mixed = partial + (head_begin + r) * size;
-      for_each_few<8>(call, split, position, count, h, call.value_offset, [&](int64_t index, const T* values, int64_t few) {
+      if constexpr (kIsScaled<P>) {
+        const float* scales = call.key_scales(split.sequence, position, h) + call.scales.value_offset;
+        fold(scales, count, scores + r * kSplit + position - split.first, group);
+      }
+      for_each_few<8>(call, split, position, count, h, call.kv.value_offset, [&](int64_t index, const P* values, int64_t few) {
         add_products(scores + r * kSplit + index, group, kSplit, few, values, dim, dim, mixed, size);
       });
     }
@@ -84,8 +97,8 @@ void attend_split(const Attention<T>& call, const Split& split, int64_t kv_head_
 }
 
 // partials [num_splits, Hq, D + 2]; the result replaces the first of them.
-template <typename T>
-void merge(const Attention<T>& call, int64_t sequence, int64_t head, float* partials, int64_t num_splits) {
+template <typename T, typename P>
+void merge(const Attention<T, P>& call, int64_t sequence, int64_t head, float* partials, int64_t num_splits) {
   const int64_t dim = call.head_dim, size = dim + 2, stride = call.num_heads * size;
   float* total = partials + head * size;
   float largest = total[dim];
@@ -103,8 +116,8 @@ void merge(const Attention<T>& call, int64_t sequence, int64_t head, float* part
 
 }  // namespace
 
-template <typename T>
-void attend_singles(const Attention<T>& call) {
+template <typename T, typename P>
+void attend_singles(const Attention<T, P>& call) {
   static thread_local std::vector<Split> splits;
   static thread_local std::vector<int64_t> first_split;  // of each sequence, and the end
   splits.clear();
@@ -139,7 +152,7 @@ void attend_singles(const Attention<T>& call) {
   });
 }
 
-template void attend_singles(const Attention<float>&);
-template void attend_singles(const Attention<BFloat16>&);
+#define TWOSTROKE_INSTANTIATE(T, P) template void attend_singles(const Attention<T, P>&);
+TWOSTROKE_FOR_EACH_POOL(TWOSTROKE_INSTANTIATE)
 
 }  // namespace twostroke

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shared.kernels.cpu.build import load_native
 from shared.kernels.interface import AttentionBatch, SamplingBatch
+from shared.kernels.kv_layout import KvLayer
 
 # Where torch itself multiplies bfloat16 fast, only reading the weights is left to save.
 _FEW_ROWS_OF_FAST_BF16 = 8
@@ -66,24 +67,33 @@ class CpuKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._native.silu_mul(gate_up)
 
-    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> None:
-        self._native.rope_store(q, k, v, cos_sin, kv_layer, batch.positions, batch.slots)
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv_layer: KvLayer, batch: AttentionBatch) -> None:
+        self._native.rope_store(q, k, v, cos_sin, kv_layer.values, kv_layer.scales, batch.positions, batch.slots)
 
     def attention(
-        self, q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: float, window: int = 0, softcap: float = 0.0
+        self, q: Tensor, kv_layer: KvLayer, batch: AttentionBatch, scale: float, window: int = 0, softcap: float = 0.0
     ) -> Tensor:
         return self._native.attention(
-            q, kv_layer, batch.query_starts, batch.context_lens, batch.block_tables, batch.num_single, scale, window, softcap
+            q,
+            kv_layer.values,
+            kv_layer.scales,
+            batch.query_starts,
+            batch.context_lens,
+            batch.block_tables,
+            batch.num_single,
+            scale,
+            window,
+            softcap,
         )
 
-    def copy_blocks(self, kv: Tensor, sources: Tensor, targets: Tensor) -> None:
-        self._native.copy_blocks(kv, sources, targets)
+    def copy_blocks(self, pool: Tensor, sources: Tensor, targets: Tensor) -> None:
+        self._native.copy_blocks(pool, sources, targets)
 
-    def gather_blocks(self, kv: Tensor, block_ids: Tensor) -> Tensor:
-        return self._native.gather_blocks(kv, block_ids)
+    def gather_blocks(self, pool: Tensor, block_ids: Tensor) -> Tensor:
+        return self._native.gather_blocks(pool, block_ids)
 
-    def scatter_blocks(self, kv: Tensor, block_ids: Tensor, blocks: Tensor) -> None:
-        self._native.scatter_blocks(kv, block_ids, blocks.contiguous())
+    def scatter_blocks(self, pool: Tensor, block_ids: Tensor, blocks: Tensor) -> None:
+        self._native.scatter_blocks(pool, block_ids, blocks.contiguous())
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         if batch.all_greedy:

@@ -11,7 +11,8 @@ class Native(Protocol):
     def attention(
         self,
         q: Tensor,
-        kv_layer: Tensor,
+        kv: Tensor,
+        scales: Tensor | None,
         query_starts: Tensor,
         context_lens: Tensor,
         block_tables: Tensor,
@@ -23,7 +24,16 @@ class Native(Protocol):
     ) -> Tensor: ...
 
     def rope_store(
-        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv_layer: Tensor, positions: Tensor, slots: Tensor, /
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        kv: Tensor,
+        scales: Tensor | None,
+        positions: Tensor,
+        slots: Tensor,
+        /,
     ) -> None: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor: ...
@@ -40,11 +50,11 @@ class Native(Protocol):
 
     def panel_rows(self, panels: Tensor, indices: Tensor, /) -> Tensor: ...
 
-    def copy_blocks(self, kv: Tensor, sources: Tensor, targets: Tensor, /) -> None: ...
+    def copy_blocks(self, pool: Tensor, sources: Tensor, targets: Tensor, /) -> None: ...
 
-    def gather_blocks(self, kv: Tensor, block_ids: Tensor, /) -> Tensor: ...
+    def gather_blocks(self, pool: Tensor, block_ids: Tensor, /) -> Tensor: ...
 
-    def scatter_blocks(self, kv: Tensor, block_ids: Tensor, blocks: Tensor, /) -> None: ...
+    def scatter_blocks(self, pool: Tensor, block_ids: Tensor, blocks: Tensor, /) -> None: ...
 
     def sample(
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor, /

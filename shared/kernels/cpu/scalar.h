@@ -1,8 +1,9 @@
-// Numbers: bfloat16 as a pair of conversions, and the exponential. All branch-free, so that `#pragma omp simd` loops over them
-// become vector code on any CPU. Everything between a widen and a narrow is float32.
+// Numbers: narrow types as pairs of conversions, and the exponential. All but float8 branch-free, so that `#pragma omp simd` loops
+// over them become vector code on any CPU. Everything between a widen and a narrow is float32.
 #pragma once
 
 #include <c10/util/BFloat16.h>
+#include <c10/util/Float8_e4m3fn.h>
 
 #include <bit>
 #include <cstdint>
@@ -10,8 +11,11 @@
 namespace twostroke {
 
 using c10::BFloat16;
+using c10::Float8_e4m3fn;
 
 inline float widen(float x) { return x; }
+inline float widen(int8_t x) { return float(x); }
+inline float widen(Float8_e4m3fn x) { return float(x); }
 inline float widen(BFloat16 x) { return std::bit_cast<float>(uint32_t(x.x) << 16); }
 
 template <typename T>
@@ -28,6 +32,18 @@ inline BFloat16 narrow<BFloat16>(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
   return BFloat16(uint16_t((x == x ? rounded : (bits | 0x400000)) >> 16), BFloat16::from_bits());
+}
+
+// To nearest, ties to even, for |x| <= 127. Adding 1.5 * 2^23 leaves the whole number in the low bits of the mantissa.
+template <>
+inline int8_t narrow<int8_t>(float x) {
+  return int8_t(std::bit_cast<uint32_t>(x + 12582912.0f));
+}
+
+// To nearest, ties to even, for |x| <= 448.
+template <>
+inline Float8_e4m3fn narrow<Float8_e4m3fn>(float x) {
+  return Float8_e4m3fn(x);
 }
 
 // exp(x) for x <= 0 within 1 ulp; anything below -87 counts as -87, where the result is 1.6e-38.

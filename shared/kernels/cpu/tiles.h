@@ -1,5 +1,5 @@
 // Register-blocked products of small row-major matrices, from at::vec: eight floats at a time on AVX2, sixteen on AVX-512, four
-// on NEON. The left side is float32, the right side float32 or bfloat16, widened as it is loaded.
+// on NEON. The left side is float32, the right side any type that `load` widens.
 //
 //   dot_rows       out[i, j]  = a[i, :] . b[j, :]           both contiguous along the sum (queries x keys, inputs x weights)
 //   add_products   c[i, :]   += sum_j a[i, j] * b[j, :]     b contiguous along the result (probabilities x values)
@@ -19,10 +19,52 @@ constexpr int64_t kLanes = Vec::size();
 
 inline Vec load(const float* p) { return Vec::loadu(p); }
 
+// For CPUs that no branch below is for.
+template <typename B>
+inline Vec load_each(const B* p) {
+  float lanes[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) lanes[i] = widen(p[i]);
+  return Vec::loadu(lanes);
+}
+
 inline Vec load(const BFloat16* p) {
   Vec v;
   at::vec::load_fp32_from_bf16(p, v);
   return v;
+}
+
+inline Vec load(const int8_t* p) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(CPU_CAPABILITY_AVX2)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  return load_each(p);
+#endif
+}
+
+// float8_e4m3fn has float16's layout with one exponent bit less: moved there it is too small by 2^8, subnormals included. Its NaN
+// would become 480, but no pool holds one (see quantized.h).
+inline Vec load(const Float8_e4m3fn* p) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m256i wide = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 8);
+  const __m256i half = _mm256_and_si256(_mm256_srai_epi16(wide, 1), _mm256_set1_epi16(int16_t(0xbfff)));
+  return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m128i wide = _mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  const __m128i half = _mm_and_si128(_mm_srai_epi16(wide, 1), _mm_set1_epi16(int16_t(0xbfff)));
+  return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+#else
+  return load_each(p);
+#endif
+}
+
+// to[i] = from[i] * factor.
+template <typename B>
+inline void widen_run(const B* from, int64_t count, float factor, float* to) {
+  int64_t i = 0;
+  for (; count - i >= kLanes; i += kLanes) (load(from + i) * Vec(factor)).store(to + i);
+  for (; i < count; ++i) to[i] = widen(from[i]) * factor;
 }
 
 // The first n lanes, the others 0: never reads past the end.
