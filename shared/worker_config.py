@@ -30,7 +30,7 @@ class WorkerConfig(TlsConfig):
     dtype: str = option("auto", "compute type", choices=("auto", "bfloat16", "float16", "float32"))
     kv_cache_dtype: str = option(
         "auto",
-        "type of stored keys and values; auto: the compute type. int8 and fp8 take a quarter of float32's memory, half of bfloat16's",
+        "type of stored keys and values; auto: the compute type. int8 and fp8 take about half of bfloat16's memory",
         choices=("auto", "fp8", "fp8_e4m3", "int8"),
     )
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))

@@ -8,9 +8,9 @@
            └ blocks; block 0 belongs to nobody
 
 Copies, transfers and checksums are of bytes, whatever the type; `layers` are the typed views of the same memory that kernels
-compute with. The pool does not know who owns blocks: the block manager does. A network thread reads and writes blocks here while the engine thread
-computes on others. On a GPU both use the default stream, so a read sees all that was launched before it, and a forward pass
-launched after a write sees the write.
+compute with. The pool does not know who owns blocks: the block manager does. A network thread reads and writes blocks here while
+the engine thread computes on others. On a GPU both use the default stream, so a read sees all that was launched before it, and a
+forward pass launched after a write sees the write.
 """
 
 from __future__ import annotations

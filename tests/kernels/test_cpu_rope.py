@@ -42,7 +42,8 @@ def test_a_one_byte_pool_gets_the_bytes_that_the_reference_stores(
     for kernels, layer in zip((REFERENCE, cpu_kernels()), layers, strict=True):
         kernels.rope_store(case.q.clone(), case.k, case.v, cos_sin, layer, case.batch)
     expected, actual = layers
-    assert expected.scales is not None and actual.scales is not None
+    assert expected.scales is not None
+    assert actual.scales is not None
     assert torch.equal(actual.values.view(torch.uint8), expected.values.view(torch.uint8))
     assert torch.equal(actual.scales.view(torch.int32), expected.scales.view(torch.int32))
     assert int(restored(actual).isnan().sum()) == 2 * head_dim

@@ -142,6 +142,13 @@ class TestReceiver:
             await receiver.open(self.key(), self.geometry(**change), 2, 1)
         await worker.stop()
 
+    async def test_a_sender_with_another_kv_cache_dtype_is_told_which_option_to_compare(self) -> None:
+        worker, receiver = await self.make()
+        receiver.expect(b"t" * 16, request(prompt_of(32)))
+        with pytest.raises(IncompatiblePeer, match=r"kv_dtype is int8 at the sender and float32 here; .*--kv-cache-dtype"):
+            await receiver.open(self.key(), self.geometry(kv_dtype="int8"), 2, 1)
+        await worker.stop()
+
     async def test_wrong_block_count_is_refused(self) -> None:
         worker, receiver = await self.make()
         receiver.expect(b"t" * 16, request(prompt_of(32)))

@@ -228,7 +228,7 @@ async def finish(sender: Sender, first_block: int, block_ids: list[int], num_blo
 
 def random_pool(geometry: KvGeometry, seed: int, num_blocks: int = 64) -> KvPool:
     pool = KvPool(geometry, num_blocks, CPU, ReferenceKernels())
-    pool.kv.copy_(torch.randn(pool.kv.shape, generator=torch.Generator().manual_seed(seed)))
+    pool.blocks.random_(generator=torch.Generator().manual_seed(seed))
     return pool
 
 
@@ -275,7 +275,7 @@ class TestPair:
             await sender.push(0, list(range(20, 25)))
             await finish(sender, 5, list(range(3, 11)))
             assert sender.transport == transport
-            assert torch.equal(both.worker.runner.pool.kv[blocks], both.pool.kv[[*range(20, 25), *range(3, 11)]])
+            assert torch.equal(both.worker.runner.pool.blocks[blocks], both.pool.blocks[[*range(20, 25), *range(3, 11)]])
             both.receiver.forget(b"t" * 16)
             await both.is_baseline()
 
@@ -347,7 +347,7 @@ class TestPair:
         await sender.open(7)
         blocks = both.reserved_blocks()
         await finish(sender, 0, list(range(30, 37)))
-        assert torch.equal(both.worker.runner.pool.kv[blocks], both.pool.kv[30:37])
+        assert torch.equal(both.worker.runner.pool.blocks[blocks], both.pool.blocks[30:37])
         both.receiver.forget(b"t" * 16)
         await both.is_baseline()
 
@@ -366,15 +366,18 @@ class TestPair:
             both.receiver.forget(b"t" * 16)
 
     @pytest.mark.parametrize("split", [(1, 3), (3, 1), (2, 1, 1), (4,)])
-    async def test_heads_of_an_unequally_split_sender_are_put_together(self, transport: str, split: tuple[int, ...]) -> None:
-        async with pair(transport, geometry=FOUR_HEADS) as both:
+    @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+    async def test_heads_of_an_unequally_split_sender_are_put_together(
+        self, transport: str, split: tuple[int, ...], kv_dtype: str
+    ) -> None:
+        async with pair(transport, geometry=replace(FOUR_HEADS, kv_dtype=kv_dtype)) as both:
             both.expect(100)
             shards, whole = split_pool(both.pool, split)
             sender = both.sender(shards=shards)
             await sender.open(7)
             blocks = both.reserved_blocks()
             await finish(sender, 0, list(range(40, 47)))
-            assert torch.equal(both.worker.runner.pool.kv[blocks], whole[40:47])
+            assert torch.equal(both.worker.runner.pool.blocks[blocks], whole[40:47])
             both.receiver.forget(b"t" * 16)
             await both.is_baseline()
 
@@ -398,10 +401,10 @@ def split_pool(pool: KvPool, split: tuple[int, ...]) -> tuple[list[HeadShard], t
     shards, first = [], 0
     for count in split:
         part = random_pool(replace(pool.geometry, num_kv_heads=count), 0)
-        part.kv.copy_(pool.kv[:, :, :, first : first + count])
+        part.blocks.copy_(pool.blocks[:, :, :, first : first + count])
         shards.append(HeadShard(part, first))
         first += count
-    return shards, pool.kv
+    return shards, pool.blocks
 
 
 # Shared memory: who may write, and until when
@@ -585,7 +588,7 @@ async def test_faulty_chunk_ends_the_attempt_and_the_next_one_succeeds(fault: Fa
         await again.open(13)
         blocks = both.reserved_blocks()
         await finish(again, 0, list(range(1, 14)))
-        assert torch.equal(both.worker.runner.pool.kv[blocks], both.pool.kv[1:14])
+        assert torch.equal(both.worker.runner.pool.blocks[blocks], both.pool.blocks[1:14])
         both.receiver.forget(b"t" * 16)
         await both.is_baseline()
 

@@ -61,7 +61,7 @@ class FakeWriter:
         begin = chunk.first_block - self._reply.num_cached_blocks
         for source, target in zip(block_ids, self._reply.block_ids[begin : begin + chunk.num_blocks], strict=True):
             heads = slice(chunk.first_head, chunk.first_head + chunk.num_heads)
-            wire.host.pool.kv[target, :, :, heads] = pool.kv[source]
+            wire.host.pool.blocks[target, :, :, heads] = pool.blocks[source]
         await self._announce(chunk, announce, wire.faults.pop(chunk.sequence_number, None))
 
     def close(self) -> None:

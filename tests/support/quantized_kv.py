@@ -11,7 +11,9 @@ from shared.kernels.reference import quantize
 ONE_BYTE_TYPES = [torch.int8, torch.float8_e4m3fn]
 
 
-def empty_layer(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype, device: str = "cpu") -> KvLayer:
+def empty_layer(
+    num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype, device: str = "cpu"
+) -> KvLayer:
     """A pool of one layer, all zero."""
     extra = 4 if dtype in ONE_BYTE_TYPES else 0
     head_bytes = block_size * (head_dim * dtype.itemsize + extra)

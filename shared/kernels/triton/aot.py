@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from shared.kernels.interface import AttentionBatch, SamplingBatch
+from shared.kernels.kv_layout import LARGEST_STORED, KvLayer, typed_views
 from shared.kernels.triton.activation import silu_mul_launch
 from shared.kernels.triton.attention_decode import MAX_SPLITS, decode_launches
 from shared.kernels.triton.attention_prefill import prefill_launches
@@ -77,6 +78,10 @@ ATTENTION_SHAPES = [
     AttentionShape(256, BF16, group=2, window=1024, softcap=50.0),
     AttentionShape(128, BF16, kv_dtype=torch.float8_e4m3fn),
     AttentionShape(128, BF16, kv_dtype=torch.int8),
+    AttentionShape(128, FP16, kv_dtype=torch.int8),
+    *(AttentionShape(head_size, BF16, kv_dtype=torch.float8_e4m3fn) for head_size in (64, 256)),
+    *(AttentionShape(head_size, BF16, kv_dtype=torch.int8) for head_size in (64, 256)),
+    AttentionShape(128, FP32, kv_dtype=torch.int8),
 ]
 
 
@@ -147,7 +152,7 @@ def _meta_batch(num_seqs: int, num_tokens: int, num_single: int) -> AttentionBat
 def _attention_launches(traits: DeviceTraits) -> Iterator[NamedLaunch]:
     for shape in ATTENTION_SHAPES:
         q, kv_layer, out, options = _attention_tensors(shape)
-        capability = 89 if kv_layer.dtype == torch.float8_e4m3fn else 80
+        capability = 89 if kv_layer.values.dtype == torch.float8_e4m3fn else 80
         split, _ = decode_launches(q, kv_layer, _meta_batch(32, 32, 32), out, traits, **options, num_splits=8)
         (prefill,) = prefill_launches(q, kv_layer, _meta_batch(2, 32, 0), out, traits, **options)
         yield NamedLaunch(f"prefill-{shape}", prefill, capability)
@@ -167,15 +172,20 @@ def _unsplit_and_merging_launches(traits: DeviceTraits) -> Iterator[NamedLaunch]
         yield NamedLaunch(f"reduce-d{head_size}", reduce)
 
 
-def _attention_tensors(shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+def _attention_tensors(shape: AttentionShape) -> tuple[Tensor, KvLayer, Tensor, dict[str, Any]]:
     """(q, kv_layer, out, the remaining arguments) of an attention wrapper."""
     num_heads = NUM_KV_HEADS * shape.group
     q, out = _meta(32, num_heads, shape.head_size, dtype=shape.dtype), _meta(32, num_heads * shape.head_size, dtype=shape.dtype)
     kv_dtype = shape.kv_dtype or shape.dtype
-    kv = _meta(1024, 32, 2, NUM_KV_HEADS, shape.block_size, shape.head_size, dtype=kv_dtype)
-    scales = None if shape.kv_dtype is None else _meta(NUM_KV_HEADS)
-    options = {"scale": 0.1, "window": shape.window, "softcap": shape.softcap, "k_scale": scales, "v_scale": scales}
-    return q, kv[:, 0], out, options
+    options = {"scale": 0.1, "window": shape.window, "softcap": shape.softcap}
+    return q, _meta_layer(shape.block_size, shape.head_size, kv_dtype), out, options
+
+
+def _meta_layer(block_size: int, head_size: int, kv_dtype: torch.dtype) -> KvLayer:
+    """Of a pool of 32 layers."""
+    scale_bytes = 4 if kv_dtype in LARGEST_STORED else 0
+    runs = _meta(1024, 32, 2, NUM_KV_HEADS, block_size * (head_size * kv_dtype.itemsize + scale_bytes), dtype=torch.uint8)
+    return KvLayer(*typed_views(runs[:, 0], kv_dtype, block_size, head_size))
 
 
 def _rope_launches() -> Iterator[NamedLaunch]:
@@ -186,12 +196,12 @@ def _rope_launches() -> Iterator[NamedLaunch]:
         (256, 256, FP32, FP32),
         (128, 128, BF16, torch.int8),
         (128, 128, BF16, torch.float8_e4m3fn),
+        (256, 64, FP16, torch.int8),
     ):
         fused = _meta(8, 48, head_size, dtype=dtype)
-        kv_layer = _meta(64, 2, 8, 16, head_size, dtype=kv_dtype)
-        scales = None if kv_dtype == dtype else _meta(8)
+        kv_layer = _meta_layer(16, head_size, kv_dtype)
         cos_sin = _meta(8192, 2, rotary_size // 2)
-        launch = rope_store_launch(fused[:, :32], fused[:, 32:40], fused[:, 40:], cos_sin, kv_layer, batch, scales, scales)
+        launch = rope_store_launch(fused[:, :32], fused[:, 32:40], fused[:, 40:], cos_sin, kv_layer, batch)
         name = f"rope_store-d{head_size}-r{rotary_size}-{_POINTERS[dtype][1:]}-kv_{_POINTERS[kv_dtype][1:]}"
         yield NamedLaunch(name, launch, 89 if kv_dtype == torch.float8_e4m3fn else 80)
 

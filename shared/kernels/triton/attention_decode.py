@@ -22,8 +22,19 @@ import triton.language as tl
 from torch import Tensor
 
 from shared.kernels.interface import AttentionBatch
-from shared.kernels.triton.attention_tile import attend_keys, head_scale
-from shared.kernels.triton.launch import MIN_DOT_SIZE, DeviceTraits, Launch, dot_dtype, pad, pad_head, require
+from shared.kernels.kv_layout import KvLayer
+from shared.kernels.triton.attention_tile import attend_keys, head_scales
+from shared.kernels.triton.launch import (
+    MIN_DOT_SIZE,
+    DeviceTraits,
+    Launch,
+    dot_dtype,
+    mix_dtype,
+    pad,
+    pad_head,
+    pool_arguments,
+    require,
+)
 
 MAX_GROUP = 128
 MAX_SPLITS = 64
@@ -40,14 +51,15 @@ def decode_kernel(
     v_cache,
     block_tables,
     context_lens,
-    k_scale,  # None, or [Hkv] or [1] float32
-    v_scale,
+    k_scales,  # None, or [NB, Hkv, BS] float32
+    v_scales,
     stride_q_token,
     stride_q_head,
     stride_block,
     stride_kv_head,
+    stride_scale_block,
+    stride_scale_head,
     stride_table,
-    stride_scale,
     num_heads,
     num_splits,
     scale,
@@ -63,6 +75,7 @@ def decode_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     DOT: tl.constexpr,
+    MIX: tl.constexpr,
 ):
     seq, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     context_len = tl.load(context_lens + seq)
@@ -86,20 +99,22 @@ def decode_kernel(
         row_sum = tl.zeros([ROWS], tl.float32)
         position = tl.zeros([ROWS], tl.int32) + (context_len - 1)
         k_head, v_head = k_cache + kv_head * stride_kv_head, v_cache + kv_head * stride_kv_head
+        k_factors, v_factors = head_scales(k_scales, kv_head, stride_scale_head), head_scales(v_scales, kv_head, stride_scale_head)
         table = block_tables + seq * stride_table
-        k_factor = head_scale(k_scale, stride_scale, kv_head)
         full_end = first_key + (end_key - first_key) // TILE_KEYS * TILE_KEYS
         # fmt: off
         acc, row_max, row_sum = attend_keys(
-            acc, row_max, row_sum, q_rows, position, first_key, full_end, table, k_head, v_head, stride_block,
-            scale * k_factor, window, softcap, HEAD_SIZE, BLOCK_SIZE, TILE_KEYS, False, False, HAS_SOFTCAP, DOT, "ieee",
+            acc, row_max, row_sum, q_rows, position, first_key, full_end, table, k_head, v_head, k_factors, v_factors,
+            stride_block, stride_scale_block, scale, window, softcap, HEAD_SIZE, BLOCK_SIZE, TILE_KEYS,
+            False, False, HAS_SOFTCAP, DOT, MIX, "ieee",
         )
         acc, row_max, row_sum = attend_keys(
-            acc, row_max, row_sum, q_rows, position, full_end, end_key, table, k_head, v_head, stride_block,
-            scale * k_factor, window, softcap, HEAD_SIZE, BLOCK_SIZE, TILE_KEYS, True, False, HAS_SOFTCAP, DOT, "ieee",
+            acc, row_max, row_sum, q_rows, position, full_end, end_key, table, k_head, v_head, k_factors, v_factors,
+            stride_block, stride_scale_block, scale, window, softcap, HEAD_SIZE, BLOCK_SIZE, TILE_KEYS,
+            True, False, HAS_SOFTCAP, DOT, MIX, "ieee",
         )
         # fmt: on
-        acc = acc / row_sum[:, None] * head_scale(v_scale, stride_scale, kv_head)
+        acc = acc / row_sum[:, None]
         tl.store(out + result[:, None] * HEAD_SIZE + dims[None, :], acc.to(out.dtype.element_ty), mask=in_head)
         if SPLIT:
             tl.store(log_sums + result, row_max + tl.log2(row_sum), mask=row < GROUP)
@@ -158,29 +173,26 @@ def choose_num_splits(batch_size: int, num_kv_heads: int, max_keys: int, multipr
 
 def decode_launches(
     q: Tensor,
-    kv_layer: Tensor,
+    kv_layer: KvLayer,
     batch: AttentionBatch,
     out: Tensor,
     traits: DeviceTraits,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     num_splits: int | None = None,
 ) -> list[Launch]:
     """Attention of the first `batch.num_single` sequences, q [>= num_single, Hq, D] to out [>= num_single, Hq * D].
 
-    kv_layer [NB, 2, Hkv, BS, D] of q's dtype, float8_e4m3fn or int8; k_scale and v_scale float32, [Hkv] or [1].
     `num_splits` is chosen unless given.
     """
     num_seqs, num_heads, head_size = batch.num_single, q.shape[1], q.shape[2]
-    num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
+    num_kv_heads, block_size = kv_layer.values.shape[2:4]
     group = num_heads // num_kv_heads
     require(group <= MAX_GROUP, f"at most {MAX_GROUP} query heads per KV head, got {group}")
     if num_seqs == 0:
         return []
-    config = decode_config(head_size, q.dtype, group, kv_layer.dtype != q.dtype)
+    config = decode_config(head_size, q.dtype, group, kv_layer.scales is not None)
     if num_splits is None:
         max_keys = min(batch.max_context_len, window) if window else batch.max_context_len
         num_splits = choose_num_splits(num_seqs, num_kv_heads, max_keys, traits.num_multiprocessors)
@@ -194,18 +206,12 @@ def decode_launches(
             "q": q,
             "out": partial_out,
             "log_sums": log_sums,
-            "k_cache": kv_layer[:, 0],
-            "v_cache": kv_layer[:, 1],
+            **pool_arguments(kv_layer),
             "block_tables": batch.block_tables,
             "context_lens": batch.context_lens,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
             "stride_q_token": q.stride(0),
             "stride_q_head": q.stride(1),
-            "stride_block": kv_layer.stride(0),
-            "stride_kv_head": kv_layer.stride(2),
             "stride_table": batch.block_tables.stride(0),
-            "stride_scale": 0 if k_scale is None or k_scale.numel() == 1 else 1,
             "num_heads": num_heads,
             "num_splits": num_splits,
             "scale": scale,
@@ -221,6 +227,7 @@ def decode_launches(
             "HAS_WINDOW": window > 0,
             "HAS_SOFTCAP": softcap > 0,
             "DOT": dot_dtype(q),
+            "MIX": mix_dtype(q, kv_layer),
         },
         config.num_warps,
         config.num_stages,

@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from shared.kernels.interface import AttentionBatch
-from shared.kernels.triton.attention_tile import attend_keys, head_scale
-from shared.kernels.triton.launch import DeviceTraits, Launch, dot_dtype, pad, pad_head, require
+from shared.kernels.kv_layout import KvLayer
+from shared.kernels.triton.attention_tile import attend_keys, head_scales
+from shared.kernels.triton.launch import DeviceTraits, Launch, dot_dtype, mix_dtype, pad, pad_head, pool_arguments, require
 
 
 @triton.jit
@@ -50,14 +51,15 @@ def prefill_kernel(
     block_tables,
     context_lens,
     query_starts,
-    k_scale,  # None, or [Hkv] or [1] float32
-    v_scale,
+    k_scales,  # None, or [NB, Hkv, BS] float32
+    v_scales,
     stride_q_token,
     stride_q_head,
     stride_block,
     stride_kv_head,
+    stride_scale_block,
+    stride_scale_head,
     stride_table,
-    stride_scale,
     num_heads,
     num_single,
     num_seqs,
@@ -73,6 +75,7 @@ def prefill_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     DOT: tl.constexpr,
+    MIX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     TILE_TOKENS: tl.constexpr = ROWS // GROUP
@@ -108,21 +111,23 @@ def prefill_kernel(
         row_max = tl.full([ROWS], float("-inf"), tl.float32)
         row_sum = tl.zeros([ROWS], tl.float32)
         k_head, v_head = k_cache + kv_head * stride_kv_head, v_cache + kv_head * stride_kv_head
+        k_factors, v_factors = head_scales(k_scales, kv_head, stride_scale_head), head_scales(v_scales, kv_head, stride_scale_head)
         table = block_tables + seq.to(tl.int64) * stride_table
-        k_factor = head_scale(k_scale, stride_scale, kv_head)
         # fmt: off
         if not HAS_WINDOW:
             acc, row_max, row_sum = attend_keys(
-                acc, row_max, row_sum, q_rows, positions, first_key, full_end, table, k_head, v_head, stride_block,
-                scale * k_factor, window, softcap, HEAD_SIZE, BLOCK_SIZE, TILE_KEYS, False, False, HAS_SOFTCAP, DOT, PRECISION,
+                acc, row_max, row_sum, q_rows, positions, first_key, full_end, table, k_head, v_head, k_factors, v_factors,
+                stride_block, stride_scale_block, scale, window, softcap, HEAD_SIZE, BLOCK_SIZE, TILE_KEYS,
+                False, False, HAS_SOFTCAP, DOT, MIX, PRECISION,
             )
         acc, row_max, row_sum = attend_keys(
-            acc, row_max, row_sum, q_rows, positions, full_end, last_position + 1, table, k_head, v_head, stride_block,
-            scale * k_factor, window, softcap, HEAD_SIZE, BLOCK_SIZE, TILE_KEYS, True, HAS_WINDOW, HAS_SOFTCAP, DOT, PRECISION,
+            acc, row_max, row_sum, q_rows, positions, full_end, last_position + 1, table, k_head, v_head, k_factors, v_factors,
+            stride_block, stride_scale_block, scale, window, softcap, HEAD_SIZE, BLOCK_SIZE, TILE_KEYS,
+            True, HAS_WINDOW, HAS_SOFTCAP, DOT, MIX, PRECISION,
         )
         # fmt: on
         row_sum = tl.where(row_sum == 0, 1.0, row_sum)  # padding rows beyond the window see nothing
-        acc = acc / row_sum[:, None] * head_scale(v_scale, stride_scale, kv_head)
+        acc = acc / row_sum[:, None]
         out_rows = out + (flat_token[:, None] * num_heads + head[:, None]) * HEAD_SIZE + dims[None, :]
         tl.store(out_rows, acc.to(out.dtype.element_ty), mask=in_tile)
 
@@ -151,27 +156,22 @@ def prefill_config(head_size: int, dtype: torch.dtype, is_quantized: bool, trait
 
 def prefill_launches(
     q: Tensor,
-    kv_layer: Tensor,
+    kv_layer: KvLayer,
     batch: AttentionBatch,
     out: Tensor,
     traits: DeviceTraits,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
 ) -> list[Launch]:
-    """Attention of all but the first `batch.num_single` sequences, q [T, Hq, D] to out [T, Hq * D].
-
-    kv_layer [NB, 2, Hkv, BS, D] of q's dtype, float8_e4m3fn or int8; k_scale and v_scale float32, [Hkv] or [1].
-    """
+    """Attention of all but the first `batch.num_single` sequences, q [T, Hq, D] to out [T, Hq * D]."""
     num_tokens, num_heads, head_size = q.shape
-    num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
+    num_kv_heads, block_size = kv_layer.values.shape[2:4]
     num_seqs = batch.context_lens.shape[0]
     if num_seqs == batch.num_single:
         return []
     group = num_heads // num_kv_heads
-    config = prefill_config(head_size, q.dtype, kv_layer.dtype != q.dtype, traits)
+    config = prefill_config(head_size, q.dtype, kv_layer.scales is not None, traits)
     rows = max(config.rows, pad(group))
     require(rows <= 128, f"at most 128 query heads per KV head, got {group}")
     tile_tokens = rows // group
@@ -179,19 +179,13 @@ def prefill_launches(
     arguments = {
         "q": q,
         "out": out,
-        "k_cache": kv_layer[:, 0],
-        "v_cache": kv_layer[:, 1],
+        **pool_arguments(kv_layer),
         "block_tables": batch.block_tables,
         "context_lens": batch.context_lens,
         "query_starts": batch.query_starts,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
         "stride_q_token": q.stride(0),
         "stride_q_head": q.stride(1),
-        "stride_block": kv_layer.stride(0),
-        "stride_kv_head": kv_layer.stride(2),
         "stride_table": batch.block_tables.stride(0),
-        "stride_scale": 0 if k_scale is None or k_scale.numel() == 1 else 1,
         "num_heads": num_heads,
         "num_single": batch.num_single,
         "num_seqs": num_seqs,
@@ -207,6 +201,7 @@ def prefill_launches(
         "HAS_WINDOW": window > 0,
         "HAS_SOFTCAP": softcap > 0,
         "DOT": dot_dtype(q),
+        "MIX": mix_dtype(q, kv_layer),
         "PRECISION": traits.float32_precision,
     }
     return [Launch(prefill_kernel, (num_tiles, num_kv_heads), arguments, config.num_warps, config.num_stages)]

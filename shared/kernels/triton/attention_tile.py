@@ -4,6 +4,8 @@ A program holds `ROWS` query rows of one KV head: the heads of its group side by
 (prefill), so that K and V are read once for all query heads that share them. It walks the keys `TILE_KEYS` at a time; a tile
 of keys may span several blocks or part of one, since each key finds its block through the table.
 
+With a one-byte pool a key's scale multiplies its score, and a value's scale its weight: one number per key instead of D.
+
     acc [ROWS, D]   sum over keys of 2^(score - row_max) V, not yet divided by row_sum
     row_max [ROWS]  the largest score so far, in units of log2 e (exp2 is the hardware's exponential)
     row_sum [ROWS]  sum over keys of 2^(score - row_max)
@@ -35,6 +37,16 @@ def load_cache(cache, offsets, dims, present, HEAD_SIZE: tl.constexpr, MASKED: t
 
 
 @triton.jit
+def load_scales(scales, offsets, present, MASKED: tl.constexpr):
+    """[TILE_KEYS] float32. Absent keys get 0, for what lies there may be NaN."""
+    if MASKED:
+        factors = tl.load(scales + offsets, mask=present, other=0.0)
+    else:
+        factors = tl.load(scales + offsets)
+    return factors
+
+
+@triton.jit
 def attend_keys(
     acc,
     row_max,
@@ -46,7 +58,10 @@ def attend_keys(
     block_table,  # this sequence's row
     k_cache,  # at this KV head
     v_cache,
+    k_scales,  # likewise, float32; None: the pool has the type of the heads
+    v_scales,
     stride_block,
+    stride_scale_block,
     scale,
     window,
     softcap,
@@ -56,7 +71,8 @@ def attend_keys(
     MASKED: tl.constexpr,  # False promises: every row sees every key, and the run is whole tiles
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    DOT: tl.constexpr,
+    DOT: tl.constexpr,  # type of products with keys
+    MIX: tl.constexpr,  # type of products with values
     PRECISION: tl.constexpr,  # of float32 products: "ieee" on plain cores, "tf32x3" on tensor cores in three passes
 ):
     """Folds keys first_key .. end_key - 1 into (acc, row_max, row_sum)."""
@@ -69,9 +85,12 @@ def attend_keys(
         else:
             blocks = tl.load(block_table + keys // BLOCK_SIZE)
         offsets = blocks.to(tl.int64) * stride_block + (keys % BLOCK_SIZE) * HEAD_SIZE
+        scale_offsets = blocks.to(tl.int64) * stride_scale_block + keys % BLOCK_SIZE
 
         k = load_cache(k_cache, offsets, dims, present, HEAD_SIZE, MASKED).to(DOT)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if k_scales is not None:
+            scores = scores * load_scales(k_scales, scale_offsets, present, MASKED)[None, :]
         if HAS_SOFTCAP:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # = softcap * tanh(scores / softcap)
         scores = scores * LOG2_E
@@ -90,16 +109,16 @@ def attend_keys(
         decay = tl.exp2(row_max - shift)
         row_sum = row_sum * decay + tl.sum(weights, 1)
         row_max = new_max
-        v = load_cache(v_cache, offsets, dims, present, HEAD_SIZE, MASKED).to(DOT)
-        acc = acc * decay[:, None] + tl.dot(weights.to(DOT), v, input_precision=PRECISION)
+        if v_scales is not None:
+            weights = weights * load_scales(v_scales, scale_offsets, present, MASKED)[None, :]
+        v = load_cache(v_cache, offsets, dims, present, HEAD_SIZE, MASKED).to(MIX)
+        acc = acc * decay[:, None] + tl.dot(weights.to(MIX), v, input_precision=PRECISION)
     return acc, row_max, row_sum
 
 
 @triton.jit
-def head_scale(scales, stride_scale, kv_head):
-    """The factor that stored K or V is to be multiplied by: 1 where the pool is not quantized."""
-    if scales is None:
-        factor = 1.0
-    else:
-        factor = tl.load(scales + kv_head * stride_scale)
-    return factor
+def head_scales(scales, kv_head, stride_scale_head):
+    """The scales of one KV head, if there are any."""
+    if scales is not None:
+        scales += kv_head * stride_scale_head
+    return scales

@@ -41,7 +41,7 @@ def copy_runs_kernel(
 
 
 def as_words(blocks: Tensor) -> Tensor:
-    """[N, L, 2, Hkv, BS, D] of any dtype -> [N, words] int32, the same memory."""
+    """[N, ...] of any dtype, each a whole number of words -> [N, words] int32, the same memory."""
     require(blocks[:1].is_contiguous(), "a block must be one contiguous run")
     return blocks.flatten(1).view(torch.int32)
 

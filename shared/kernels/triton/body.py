@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared.kernels.interface import AttentionBatch, SamplingBatch
+from shared.kernels.kv_layout import KvLayer
 from shared.kernels.triton.activation import silu_mul_launch
 from shared.kernels.triton.attention import attention_launches
 from shared.kernels.triton.blocks import as_words, copy_runs_launch
@@ -45,28 +46,28 @@ class TritonKernels:
         silu_mul_launch(gate_up, out).run()
         return out
 
-    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> None:
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv_layer: KvLayer, batch: AttentionBatch) -> None:
         rope_store_launch(q, k, v, cos_sin, kv_layer, batch).run()
 
     def attention(
-        self, q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: float, window: int = 0, softcap: float = 0.0
+        self, q: Tensor, kv_layer: KvLayer, batch: AttentionBatch, scale: float, window: int = 0, softcap: float = 0.0
     ) -> Tensor:
         out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
         for launch in attention_launches(q, kv_layer, batch, out, scale, window, softcap):
             launch.run()
         return out
 
-    def copy_blocks(self, kv: Tensor, sources: Tensor, targets: Tensor) -> None:
-        words = as_words(kv)
+    def copy_blocks(self, pool: Tensor, sources: Tensor, targets: Tensor) -> None:
+        words = as_words(pool)
         copy_runs_launch(words, words, sources, targets, len(sources)).run()
 
-    def gather_blocks(self, kv: Tensor, block_ids: Tensor) -> Tensor:
-        out = kv.new_empty((len(block_ids), *kv.shape[1:]))
-        copy_runs_launch(as_words(kv), as_words(out), block_ids, None, len(block_ids)).run()
+    def gather_blocks(self, pool: Tensor, block_ids: Tensor) -> Tensor:
+        out = pool.new_empty((len(block_ids), *pool.shape[1:]))
+        copy_runs_launch(as_words(pool), as_words(out), block_ids, None, len(block_ids)).run()
         return out
 
-    def scatter_blocks(self, kv: Tensor, block_ids: Tensor, blocks: Tensor) -> None:
-        copy_runs_launch(as_words(blocks), as_words(kv), None, block_ids, len(block_ids)).run()
+    def scatter_blocks(self, pool: Tensor, block_ids: Tensor, blocks: Tensor) -> None:
+        copy_runs_launch(as_words(blocks), as_words(pool), None, block_ids, len(block_ids)).run()
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shared.errors import Internal
+from shared.kernels.kv_layout import KvLayer
 
 MIN_DOT_SIZE = 16  # rows and columns of the smallest tile that tensor cores take
 
@@ -55,6 +56,28 @@ def dot_dtype(x: Tensor) -> Any:
     """The type of matrix-multiply operands: that of x, which tensor cores take. Tensors on the CPU mean Triton's interpreter,
     which holds bfloat16 as bare 16-bit integers and multiplies these; there the operands must be float32."""
     return tl.float32 if x.device.type == "cpu" else _TRITON_DTYPES[x.dtype]
+
+
+def mix_dtype(q: Tensor, kv_layer: KvLayer) -> Any:
+    """The type of products of weights and values. Weights that a one-byte pool's scales have shrunk would leave float16's range;
+    bfloat16 holds them, and all one-byte values exactly."""
+    dot = dot_dtype(q)
+    return tl.bfloat16 if kv_layer.scales is not None and dot == tl.float16 else dot
+
+
+def pool_arguments(kv_layer: KvLayer) -> dict[str, Any]:
+    """What kernels are told of the pool: pointers to K and V of [NB, Hkv, BS, D], to their scales or None, and strides."""
+    values, scales = kv_layer.values, kv_layer.scales
+    return {
+        "k_cache": values[:, 0],
+        "v_cache": values[:, 1],
+        "k_scales": None if scales is None else scales[:, 0],
+        "v_scales": None if scales is None else scales[:, 1],
+        "stride_block": values.stride(0),
+        "stride_kv_head": values.stride(2),
+        "stride_scale_block": 0 if scales is None else scales.stride(0),
+        "stride_scale_head": 0 if scales is None else scales.stride(2),
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,12 @@ import torch
 from problems import DEVICE, DTYPES, LAYER, Heads, Problem, assert_close, make_problem
 
 from shared.errors import Internal
+from shared.kernels.kv_layout import KvLayer
 from shared.kernels.reference import ReferenceKernels
 from shared.kernels.triton import TritonKernels
 from shared.kernels.triton.attention_decode import decode_launches
-from shared.kernels.triton.attention_prefill import prefill_launches
 from shared.kernels.triton.launch import device_traits
+from tests.support.quantized_kv import ONE_BYTE_TYPES, quantized_layer
 
 HEADS = [
     Heads(6, 2, 8, 8),
@@ -29,7 +30,8 @@ TRAITS = device_traits(DEVICE)
 
 def compare(problem: Problem, dtype: torch.dtype, window: int = 0, softcap: float = 0.0) -> None:
     scale = problem.q.shape[2] ** -0.5
-    expected = ReferenceKernels().attention(problem.q.float(), problem.kv_layer.float(), problem.batch, scale, window, softcap)
+    floats = KvLayer(problem.kv_layer.values.float())
+    expected = ReferenceKernels().attention(problem.q.float(), floats, problem.batch, scale, window, softcap)
     actual = TritonKernels().attention(problem.q, problem.kv_layer, problem.batch, scale, window, softcap)
     assert actual.dtype == dtype
     assert_close(actual, expected, dtype)
@@ -82,20 +84,40 @@ def test_a_padding_row_without_keys_gives_zeros(num_splits: int) -> None:
     assert bool(out[0].isfinite().all())
 
 
-@pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_quantized_pools_match_their_dequantized_values(dtype: torch.dtype, per_head: bool) -> None:
-    problem = make_problem(Heads(4, 2, 64, 16), [1, 1, 20], [18, 70, 30], torch.float32, seed=7)
-    scales = torch.tensor([0.03, 0.05] if per_head else [0.04], device=DEVICE)
-    divided = (problem.kv.nan_to_num() / scales.view(1, 1, 1, -1, 1, 1)).clamp(-127, 127)
-    pool = (divided.round() if dtype == torch.int8 else divided).to(dtype)
-    restored = pool.float() * scales.view(1, 1, 1, -1, 1, 1)
-    expected = ReferenceKernels().attention(problem.q, restored[:, LAYER], problem.batch, 0.1)
+@pytest.mark.parametrize("kv_dtype", ONE_BYTE_TYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_byte_pools_match_the_reference(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Also where scales are as small as a float16 weight times them would not be."""
+    problem = make_problem(Heads(6, 2, 64, 16), [1, 1, 20], [18, 70, 30], torch.float32, seed=7)
+    problem.kv[:, :, 1] *= 1e-3
+    kv_layer = quantized_layer(problem.kv[:, LAYER], kv_dtype)
+    q = problem.q.to(dtype)
+    expected = ReferenceKernels().attention(q.float(), kv_layer, problem.batch, 0.1, 40)
+    actual = TritonKernels().attention(q, kv_layer, problem.batch, 0.1, 40)
+    assert actual.dtype == dtype
+    assert_close(actual.float() * 1e3, expected * 1e3, dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", ONE_BYTE_TYPES, ids=str)
+def test_split_decode_of_a_one_byte_pool_matches(kv_dtype: torch.dtype) -> None:
+    problem = make_problem(Heads(4, 2, 32, 8), [1, 1], [63, 300], torch.float32, seed=9)
+    kv_layer = quantized_layer(problem.kv[:, LAYER], kv_dtype)
+    expected = ReferenceKernels().attention(problem.q, kv_layer, problem.batch, 0.1)
     out = torch.full_like(expected, torch.nan)
-    arguments = (problem.q, pool[:, LAYER], problem.batch, out, TRAITS, 0.1, 0, 0.0, scales, scales)
-    for launch in decode_launches(*arguments) + prefill_launches(*arguments):
+    for launch in decode_launches(problem.q, kv_layer, problem.batch, out, TRAITS, 0.1, num_splits=3):
         launch.run()
-    assert_close(out, expected, torch.float16)
+    assert_close(out, expected, torch.float32)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
+def test_what_is_not_finite_shows_in_the_results_of_its_sequence_alone(which: int) -> None:
+    problem = make_problem(Heads(2, 1, 32, 16), [1, 1, 5, 5], [20, 20, 20, 20], torch.float32, seed=10)
+    for sequence in (1, 3):
+        problem.kv[int(problem.batch.block_tables[sequence, 0]), LAYER, which, 0, 3, 5] = torch.inf
+    out = TritonKernels().attention(problem.q, quantized_layer(problem.kv[:, LAYER], torch.int8), problem.batch, 0.1)
+    finite = out.isfinite().all(1).tolist()
+    assert finite == [True, False] + [True] * 5 + [False] * 5
+    assert finite == out.isfinite().any(1).tolist()
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from problems import DEVICE, DTYPES, LAYER, Heads, assert_close, make_batch, randn
 
+from shared.kernels.kv_layout import LARGEST_STORED, KvLayer
 from shared.kernels.reference import ReferenceKernels
 from shared.kernels.triton import TritonKernels
-from shared.kernels.triton.rope_store import rope_store_launch
+from tests.support.quantized_kv import ONE_BYTE_TYPES, empty_layer, restored
 
 REFERENCE, TRITON = ReferenceKernels(), TritonKernels()
 
@@ -31,7 +32,7 @@ def test_rope_store_rotates_and_stores_as_the_reference_does(heads: Heads, rotar
     for kernels in (REFERENCE, TRITON):
         q, k, v = fused_projection(heads, 7, dtype)
         pool = torch.zeros(num_blocks, 2, 2, heads.num_kv_heads, heads.block_size, heads.head_size, dtype=dtype, device=DEVICE)
-        kernels.rope_store(q, k, v, cos_sin, pool[:, LAYER], batch)
+        kernels.rope_store(q, k, v, cos_sin, KvLayer(pool[:, LAYER]), batch)
         pools.append(pool)
         queries.append(q)
     assert_close(queries[1], queries[0], dtype)
@@ -39,29 +40,44 @@ def test_rope_store_rotates_and_stores_as_the_reference_does(heads: Heads, rotar
     assert bool((pools[1][:, 1 - LAYER] == 0).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_rope_store_quantizes_by_the_scale_of_each_head(dtype: torch.dtype) -> None:
-    # Values that the pool's dtype holds exactly: the interpreter's own conversion to float8 does not carry when it rounds.
-    heads = Heads(4, 2, 64, 16)
-    batch, num_blocks = make_batch([3], [20], heads.block_size, seed=4)
-    scales = torch.tensor([0.25, 0.5], device=DEVICE)
-    k, v = ((randn(3, 2, 64, seed=s) * 20).round().clamp(-127, 127).to(dtype) for s in (5, 6))
-    no_rotation = torch.stack((torch.ones(64, 32), torch.zeros(64, 32)), dim=1).to(DEVICE)
-    pool = torch.zeros(num_blocks, 2, 2, 2, heads.block_size, heads.head_size, device=DEVICE).to(dtype)
-    wide_k, wide_v = (x.float() * scales[:, None] for x in (k, v))
-    rope_store_launch(randn(3, 4, 64, seed=7), wide_k, wide_v, no_rotation, pool[:, LAYER], batch, scales, scales).run()
-    blocks, offsets = batch.slots // heads.block_size, batch.slots % heads.block_size
-    assert torch.equal(pool.float()[blocks, LAYER, 0, :, offsets], k.float())
-    assert torch.equal(pool.float()[blocks, LAYER, 1, :, offsets], v.float())
+@pytest.mark.parametrize("kv_dtype", ONE_BYTE_TYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "rotary_size"), [(Heads(4, 2, 64, 16), 64), (Heads(4, 3, 80, 8), 32)], ids=str)
+def test_rope_store_quantizes_each_head_of_each_token_as_the_reference_does(
+    heads: Heads, rotary_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """Rotated by a right angle, so that no rounding of the rotation decides what is stored. Codes are whole multiples of powers of
+    two, for the interpreter's own conversion to float8 does not carry when it rounds."""
+    batch, num_blocks = make_batch([1, 5], [3, 40], heads.block_size, seed=4)
+    q, k, v = fused_projection(heads, 6, torch.float32)
+    steps = (2.0 ** torch.arange(6 * heads.num_kv_heads).remainder(7)).view(6, -1, 1).to(DEVICE) / 64
+    k, v = (((x * 4).round().clamp(-13, 13) * steps) for x in (k, v))
+    k[..., 0], v[..., 1] = LARGEST_STORED[kv_dtype] * steps[..., 0], -LARGEST_STORED[kv_dtype] * steps[..., 0]
+    k[2], k[4, 1, 7], v[3, 0, 5] = 0.0, torch.nan, torch.inf
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    halves = (64, rotary_size // 2)
+    cos_sin = torch.stack((torch.zeros(halves), torch.ones(halves)), dim=1).to(DEVICE)
+    layers = []
+    for kernels in (REFERENCE, TRITON):
+        layer = empty_layer(num_blocks, heads.num_kv_heads, heads.block_size, heads.head_size, kv_dtype, DEVICE.type)
+        kernels.rope_store(q.clone(), k, v, cos_sin, layer, batch)
+        layers.append(layer)
+    expected, actual = layers
+    assert torch.equal(actual.values.float(), expected.values.float())
+    torch.testing.assert_close(actual.scales, expected.scales, rtol=0, atol=0, equal_nan=True)
+    assert int(restored(actual).isnan().sum()) == 2 * heads.head_size
 
 
-def test_rope_store_rounds_and_clamps_to_int8() -> None:
+def test_rope_store_rounds_to_the_nearest_step_of_int8_ties_to_even() -> None:
     batch, num_blocks = make_batch([1], [1], 16, seed=8)
-    k = torch.tensor([0.3, 0.26, -0.3, 1000.0, -1000.0, 0.0] + [0.0] * 10, device=DEVICE).view(1, 1, 16)
+    k = torch.tensor([0.3, 0.26, -0.3, 0.25, 0.75, -0.25, 63.5, -0.75] + [0.0] * 8, device=DEVICE).view(1, 1, 16)
     no_rotation = torch.stack((torch.ones(1, 8), torch.zeros(1, 8)), dim=1).to(DEVICE)
-    pool, scale = torch.zeros(num_blocks, 1, 2, 1, 16, 16, dtype=torch.int8, device=DEVICE), torch.tensor([0.5], device=DEVICE)
-    rope_store_launch(k.clone(), k, k, no_rotation, pool[:, 0], batch, scale, scale).run()
-    assert pool[int(batch.slots[0]) // 16, 0, 0, 0, 0].tolist() == [1, 1, -1, 127, -127, 0] + [0] * 10
+    layer = empty_layer(num_blocks, 1, 16, 16, torch.int8, DEVICE.type)
+    TRITON.rope_store(k.clone(), k, k, no_rotation, layer, batch)
+    block = int(batch.slots[0]) // 16
+    assert layer.values[block, 0, 0, 0].tolist() == [1, 1, -1, 0, 2, 0, 127, -2] + [0] * 8
+    assert layer.scales is not None
+    assert layer.scales[block, :, 0, 0].tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

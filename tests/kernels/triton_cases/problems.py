@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shared.kernels.interface import AttentionBatch, SamplingBatch
+from shared.kernels.kv_layout import KvLayer
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -54,8 +55,8 @@ class Problem:
     batch: AttentionBatch
 
     @property
-    def kv_layer(self) -> Tensor:
-        return self.kv[:, LAYER]
+    def kv_layer(self) -> KvLayer:
+        return KvLayer(self.kv[:, LAYER])
 
 
 def make_batch(query_lens: list[int], context_lens: list[int], block_size: int, seed: int) -> tuple[AttentionBatch, int]:
