@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shared.kernels.cpu import CpuKernels
 from shared.kernels.interface import AttentionBatch
+from shared.kernels.kv_layout import LARGEST_STORED, KvLayer, typed_views
 
 BLOCK_SIZE = 16
 
@@ -31,6 +32,13 @@ class Shape:
     head_dim: int
 
 
+# Compute type and stored type.
+DTYPES = (
+    (torch.float32, torch.float32),
+    (torch.float32, torch.int8),
+    (torch.float32, torch.float8_e4m3fn),
+    (torch.bfloat16, torch.bfloat16),
+)
 SHAPES = (Shape("SmolLM2-135M", 9, 3, 64), Shape("Llama-3-8B", 32, 8, 128))
 
 
@@ -38,6 +46,7 @@ SHAPES = (Shape("SmolLM2-135M", 9, 3, 64), Shape("Llama-3-8B", 32, 8, 128))
 class Result:
     shape: str
     dtype: str
+    kv_dtype: str
     batch_size: int
     context_len: int
     num_threads: int
@@ -50,20 +59,28 @@ class Result:
         return self.attention_bytes_per_s / self.memory_bytes_per_s
 
 
-def measure(kernels: CpuKernels, shape: Shape, dtype: torch.dtype, batch_size: int, context_len: int, num_rounds: int) -> Result:
+def measure(
+    kernels: CpuKernels,
+    shape: Shape,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    batch_size: int,
+    context_len: int,
+    num_rounds: int,
+) -> Result:
     num_blocks = batch_size * -(-context_len // BLOCK_SIZE)
-    block = (1, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
-    kv = torch.randn(block).to(dtype).expand(num_blocks + 1, *block).contiguous()
+    kv_layer, head_bytes = _random_layer(shape, kv_dtype, num_blocks + 1)
     q = torch.randn(batch_size, shape.num_heads, shape.head_dim).to(dtype)
     batch = _decode_batch(batch_size, context_len, num_blocks)
-    buffer = torch.ones(kv.numel() * kv.itemsize // 4)
+    size_bytes = 2 * shape.num_kv_heads * num_blocks * head_bytes
+    buffer = torch.ones(size_bytes // 4)
     attention_s, memory_s = _best_of(
-        num_rounds, lambda: kernels.attention(q, kv[:, 0], batch, shape.head_dim**-0.5), lambda: buffer.sum()
+        num_rounds, lambda: kernels.attention(q, kv_layer, batch, shape.head_dim**-0.5), lambda: buffer.sum()
     )
-    size_bytes = 2 * batch_size * context_len * shape.num_kv_heads * shape.head_dim * dtype.itemsize
     return Result(
         shape=shape.name,
         dtype=str(dtype).removeprefix("torch."),
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
         batch_size=batch_size,
         context_len=context_len,
         num_threads=torch.get_num_threads(),
@@ -71,6 +88,17 @@ def measure(kernels: CpuKernels, shape: Shape, dtype: torch.dtype, batch_size: i
         attention_bytes_per_s=size_bytes / attention_s,
         memory_bytes_per_s=buffer.nbytes / memory_s,
     )
+
+
+def _random_layer(shape: Shape, kv_dtype: torch.dtype, num_blocks: int) -> tuple[KvLayer, int]:
+    """A pool of one layer, and the bytes of one head's keys or values in a block."""
+    token_bytes = shape.head_dim * kv_dtype.itemsize + (torch.float32.itemsize if kv_dtype in LARGEST_STORED else 0)
+    runs = torch.zeros(num_blocks, 2, shape.num_kv_heads, BLOCK_SIZE * token_bytes, dtype=torch.uint8)
+    values, scales = typed_views(runs, kv_dtype, BLOCK_SIZE, shape.head_dim)
+    values[:] = torch.randn(values.shape[1:])
+    if scales is not None:
+        scales[:] = 1.0
+    return KvLayer(values, scales), BLOCK_SIZE * token_bytes
 
 
 def _decode_batch(batch_size: int, context_len: int, num_blocks: int) -> AttentionBatch:
@@ -101,8 +129,8 @@ def _best_of(num_rounds: int, *bodies: Callable[[], Tensor]) -> list[float]:
 def results(batch_size: int, context_len: int, num_rounds: int) -> Iterator[Result]:
     kernels = CpuKernels()
     for shape in SHAPES:
-        for dtype in (torch.float32, torch.bfloat16):
-            yield measure(kernels, shape, dtype, batch_size, context_len, num_rounds)
+        for dtype, kv_dtype in DTYPES:
+            yield measure(kernels, shape, dtype, kv_dtype, batch_size, context_len, num_rounds)
 
 
 def main() -> None:
@@ -115,14 +143,17 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.num_threads)
     if not args.json:
-        print(f"{'shape':14}{'dtype':10}{'batch':>6}{'context':>9}{'threads':>9}{'ms':>9}{'GB/s':>8}{'memory':>8}{'share':>7}")
+        print(
+            f"{'shape':14}{'dtype':10}{'stored':15}{'batch':>6}{'context':>9}{'threads':>9}{'ms':>9}{'GB/s':>8}{'memory':>8}{'share':>7}"
+        )
     for r in results(args.batch_size, args.context_len, args.num_rounds):
         if args.json:
             print(json.dumps(dataclasses.asdict(r) | {"share_of_memory": r.share_of_memory}), flush=True)
             continue
         rates = f"{r.time_s * 1e3:9.2f}{r.attention_bytes_per_s / 1e9:8.1f}{r.memory_bytes_per_s / 1e9:8.1f}"
         print(
-            f"{r.shape:14}{r.dtype:10}{r.batch_size:6}{r.context_len:9}{r.num_threads:9}{rates}{r.share_of_memory:7.0%}", flush=True
+            f"{r.shape:14}{r.dtype:10}{r.kv_dtype:15}{r.batch_size:6}{r.context_len:9}{r.num_threads:9}{rates}{r.share_of_memory:7.0%}",
+            flush=True,
         )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from bench.gpu_kernels import Rows, fits, shuffled_batch
 from bench.gpu_timing import seconds
 from shared.kernels.interface import SamplingBatch
+from shared.kernels.kv_layout import KvLayer
 from shared.kernels.triton import TritonKernels
 from shared.models.config import ModelConfig, from_transformers
 from shared.models.decoder import Decoder, Layer, Linear, Weights
@@ -107,9 +108,9 @@ def _step_seconds(model: Decoder, batch_size: int, context_len: int) -> float:
     config = model.config
     num_blocks = 1 + batch_size * -(-context_len // BLOCK_SIZE)
     shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    kv = torch.zeros(shape, dtype=DTYPE, device="cuda")
+    kv_layers = [KvLayer(layer) for layer in torch.zeros(shape, dtype=DTYPE, device="cuda").unbind(1)]
     batch = shuffled_batch(batch_size, 1, context_len, num_blocks)
     token_ids = torch.arange(batch_size, device="cuda")
     off, on = torch.zeros(batch_size, device="cuda"), torch.ones(batch_size, device="cuda")
     greedy = SamplingBatch(off, torch.zeros_like(token_ids), on, off, off, all_greedy=True, needs_filter=False)
-    return seconds(lambda: model.kernels.sample(model.logits(model.forward(token_ids, kv, batch)), greedy), num_runs=10)
+    return seconds(lambda: model.kernels.sample(model.logits(model.forward(token_ids, kv_layers, batch)), greedy), num_runs=10)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bench.gpu_timing import seconds
 from shared.kernels.interface import AttentionBatch
+from shared.kernels.kv_layout import KvLayer
 from shared.kernels.triton import TritonKernels
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_LAYERS = 32, 8, 128, 16, 32
@@ -100,10 +101,10 @@ def shuffled_batch(batch_size: int, query_len: int, context_len: int, num_blocks
 def _attention_seconds(batch_size: int, query_len: int, context_len: int) -> float:
     kernels = TritonKernels()
     num_blocks = 1 + batch_size * -(-context_len // BLOCK_SIZE)
-    kv = _randn(num_blocks, 1, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
+    kv_layer = KvLayer(_randn(num_blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE))
     q = _randn(batch_size * query_len, NUM_HEADS, HEAD_SIZE)
     batch = shuffled_batch(batch_size, query_len, context_len, num_blocks)
-    return seconds(lambda: kernels.attention(q, kv[:, 0], batch, HEAD_SIZE**-0.5))
+    return seconds(lambda: kernels.attention(q, kv_layer, batch, HEAD_SIZE**-0.5))
 
 
 def _torch_attention_seconds(length: int) -> float:

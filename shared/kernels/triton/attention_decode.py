@@ -160,9 +160,10 @@ def decode_config(head_size: int, dtype: torch.dtype, group: int, is_quantized: 
     """The launch for a class of heads. Tiles shrink as heads grow, so that two programs fit a multiprocessor, and where
     converting keys and values takes registers."""
     if dtype == torch.float32:
-        return DecodeConfig(tile_keys=16, num_warps=4, num_stages=2)
-    is_wide = pad(head_size) > 128 or is_quantized
-    return DecodeConfig(tile_keys=32 if is_wide else 64, num_warps=4 if group <= MIN_DOT_SIZE else 8, num_stages=3)
+        return DecodeConfig(tile_keys=16, num_warps=4, num_stages=1 if is_quantized else 2)
+    is_wide = pad(head_size) > 128
+    many_warps = group > MIN_DOT_SIZE or (is_quantized and not is_wide)
+    return DecodeConfig(tile_keys=32 if is_wide or is_quantized else 64, num_warps=8 if many_warps else 4, num_stages=3)
 
 
 def choose_num_splits(batch_size: int, num_kv_heads: int, max_keys: int, multiprocessors: int) -> int:

@@ -144,11 +144,14 @@ def prefill_config(head_size: int, dtype: torch.dtype, is_quantized: bool, trait
     """The launch for a class of heads: the widest tiles that do not spill registers."""
     padded = pad(head_size)
     if dtype == torch.float32:  # three passes over tf32 take as many registers as shared memory
-        return PrefillConfig(rows=32, tile_keys=32, num_warps=4, num_stages=2) if padded <= 128 else PrefillConfig(16, 32, 8, 2)
+        is_small = padded <= 128 and not is_quantized
+        return PrefillConfig(rows=32, tile_keys=32, num_warps=4, num_stages=2) if is_small else PrefillConfig(16, 32, 8, 2)
     if padded <= 64:
         return PrefillConfig(rows=128, tile_keys=64, num_warps=8, num_stages=3)
     if traits.multiplies_from_shared_memory:
-        return PrefillConfig(128, 64, num_warps=8, num_stages=3) if padded <= 128 else PrefillConfig(128, 32, 8, 2)
+        if padded <= 128:
+            return PrefillConfig(rows=128, tile_keys=64, num_warps=8, num_stages=3)
+        return PrefillConfig(rows=64 if is_quantized else 128, tile_keys=32, num_warps=8, num_stages=2)
     if padded <= 128:
         return PrefillConfig(rows=64 if is_quantized else 128, tile_keys=32, num_warps=8, num_stages=3)
     return PrefillConfig(rows=64, tile_keys=32, num_warps=8, num_stages=2)
