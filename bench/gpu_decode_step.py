@@ -1,18 +1,23 @@
-"""One whole decode step of a model with the shape of Llama 3 8B and random weights, captured as a CUDA graph, against its floor:
-the time that the device's copy rate would take for the bytes that the step must read (all weights once, each sequence's KV)."""
+"""One whole decode step of a model with the shape of Llama 3 8B and random weights, captured as the engine captures it, against its
+floor: the time that the device's copy rate would take for the bytes that the step must read (all weights once, each sequence's KV).
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from bench.gpu_kernels import Rows, fits, shuffled_batch
-from bench.gpu_timing import seconds
+from bench.gpu_kernels import Rows, fits
+from bench.gpu_timing import replay_seconds
+from shared.engine.decode_graphs import CudaCapture, DecodeGraphs
+from shared.engine.plan import Plan, ScheduledSequence
+from shared.engine.sequence import Sequence
 from shared.kernels.interface import SamplingBatch
 from shared.kernels.triton import TritonKernels
 from shared.models.config import ModelConfig, from_transformers
 from shared.models.decoder import Decoder, Layer, Linear, Weights
 from shared.models.rope import cos_sin_table
+from shared.request import Request, SamplingParams
 
 DTYPE = torch.bfloat16
 BLOCK_SIZE = 16
@@ -105,11 +110,25 @@ def _random(num_rows: int, num_columns: int) -> Tensor:
 def _step_seconds(model: Decoder, batch_size: int, context_len: int) -> float:
     """Forward pass, logits and greedy sampling."""
     config = model.config
-    num_blocks = 1 + batch_size * -(-context_len // BLOCK_SIZE)
+    plan, num_blocks = _plan(batch_size, context_len)
     shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     kv = torch.zeros(shape, dtype=DTYPE, device="cuda")
-    batch = shuffled_batch(batch_size, 1, context_len, num_blocks)
+    graphs = DecodeGraphs(model, kv, MAX_MODEL_LEN, [batch_size], CudaCapture())
     token_ids = torch.arange(batch_size, device="cuda")
+    size = graphs.fill(plan, token_ids)
     off, on = torch.zeros(batch_size, device="cuda"), torch.ones(batch_size, device="cuda")
     greedy = SamplingBatch(off, torch.zeros_like(token_ids), on, off, off, all_greedy=True, needs_filter=False)
-    return seconds(lambda: model.kernels.sample(model.logits(model.forward(token_ids, kv, batch)), greedy), num_runs=10)
+    return replay_seconds(lambda: model.kernels.sample(graphs.replay(size), greedy), num_runs=10)
+
+
+def _plan(batch_size: int, context_len: int) -> tuple[Plan, int]:
+    """The last tokens of equally long sequences, over blocks in random order; and the number of blocks."""
+    num_blocks_each = -(-context_len // BLOCK_SIZE)
+    num_blocks = 1 + batch_size * num_blocks_each
+    tables = (torch.randperm(num_blocks - 1) + 1).view(batch_size, num_blocks_each)
+    scheduled = []
+    for row, table in enumerate(tables.tolist()):
+        sequence = Sequence(Request(f"r{row}", [0] * context_len, context_len, SamplingParams(temperature=0.0)))
+        sequence.block_table = table
+        scheduled.append(ScheduledSequence(sequence, context_len - 1, num_tokens=1, num_samples=1))
+    return Plan(tuple(scheduled)), num_blocks

@@ -41,6 +41,7 @@ class Kernels(Protocol):
     """What a model needs from the device. All tensors of one call share device and dtype unless a line says otherwise."""
 
     name: str
+    is_capturable: bool  # launches hang on shapes and host integers alone, so that a CUDA graph may repeat them
 
     def pack_linear(self, weight: Tensor) -> Any:
         """Prepares a weight [E_out, E_in] once, at load; the result is opaque and goes to `linear`."""
