@@ -34,7 +34,6 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    token_ids: Tensor  # [T] int64
     attention: AttentionBatch
     sample_rows: Tensor  # [R] int64: last token of each sequence that samples, in the plan's order
 
@@ -71,11 +70,11 @@ def build_batch(plan: Plan, block_size: int, device: torch.device) -> Batch:
         max_context_len=int(layout.context_lens.max()),
     )
     assert (layout.query_lens[: attention.num_single] == 1).all(), "sequences with a single token come first"
-    return Batch(to_device(token_ids(plan), device), attention, to_device(np.array(sample_rows, np.int64), device))
+    return Batch(attention, to_device(np.array(sample_rows, np.int64), device))
 
 
-def token_ids(plan: Plan) -> NDArray[np.int64]:
-    """[T]: the tokens that the plan computes."""
+def known_token_ids(plan: Plan) -> NDArray[np.int64]:
+    """[T]: the tokens of a plan that was not made ahead."""
     pieces = (s.sequence.token_ids[s.start : s.start + s.num_tokens] for s in plan.scheduled)
     return np.fromiter(chain.from_iterable(pieces), np.int64, plan.num_tokens)
 

@@ -13,16 +13,17 @@ import logging
 import os
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shared.engine import sizing
-from shared.engine.batch import build_batch, token_ids
+from shared.engine.batch import build_batch, known_token_ids
 from shared.engine.decode_graphs import DecodeGraphs, capture_ladder, graphs_bytes
 from shared.engine.kv_pool import KvPool
 from shared.engine.plan import Plan, SampledToken, ScheduledSequence
 from shared.engine.pool_memory import SharedStorage, Storage, zeroed_storage
-from shared.engine.sampler import Sampler
+from shared.engine.sampler import Sampler, Samples
 from shared.engine.sequence import Sequence
 from shared.engine.staging import to_device
 from shared.errors import ConfigError
@@ -51,33 +52,48 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self._decode_graphs = decode_graphs
         self._sampler = Sampler(model.kernels)
+        self._sampled = torch.empty(0, dtype=torch.int64)  # on the device, by the step launched last
 
     @property
     def vocab_size(self) -> int:
         return self.model.config.vocab_size
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a launched step is computed while the host does something else."""
+        return self.pool.kv.device.type == "cuda"
+
     @torch.inference_mode()
+    def launch(self, plan: Plan) -> Samples:
+        """Starts a step. One that was planned ahead takes its tokens from the step launched before it."""
+        self.pool.copy(plan.copies)
+        samples = self._sampler.launch(self._logits(plan), plan.scheduled)
+        self._sampled = samples.token_ids
+        return samples
+
     def execute(self, plan: Plan) -> list[list[SampledToken]]:
         """Per scheduled sequence, its `num_samples` tokens. Raises NotFiniteLogits if the model gives no numbers for one."""
-        self.pool.copy(plan.copies)
-        if not plan.scheduled:
-            return []
-        if not any(s.num_samples for s in plan.scheduled):
-            self._forward(plan)
-            return [[] for _ in plan.scheduled]
-        return self._sampler.sample(self._logits(plan), plan.scheduled)
+        return self.launch(plan).wait()
 
     def _logits(self, plan: Plan) -> Tensor:
         """[R, V]: of the last token of each sequence that samples, in the plan's order."""
+        token_ids = self._token_ids(plan)
         if self._decode_graphs is not None and self._decode_graphs.can_run(plan):
-            return self._decode_graphs.run(plan, to_device(token_ids(plan), self.pool.kv.device))
-        hidden, sample_rows = self._forward(plan)
-        return self.model.logits(hidden[sample_rows])
-
-    def _forward(self, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Hidden states [T, E] of the plan's tokens, and the rows among them that sample, [R]."""
+            return self._decode_graphs.run(plan, token_ids)
         batch = build_batch(plan, self.pool.geometry.block_size, self.pool.kv.device)
-        return self.model.forward(batch.token_ids, self.pool.kv, batch.attention), batch.sample_rows
+        hidden = self.model.forward(token_ids, self.pool.kv, batch.attention)
+        if not len(batch.sample_rows):
+            return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
+        return self.model.logits(hidden[batch.sample_rows])
+
+    def _token_ids(self, plan: Plan) -> Tensor:
+        """[T]: the tokens that the plan computes."""
+        device = self.pool.kv.device
+        if plan.sampled_rows is None:
+            return to_device(known_token_ids(plan), device)
+        if len(plan.sampled_rows) == len(self._sampled):
+            return self._sampled
+        return self._sampled[to_device(np.array(plan.sampled_rows, np.int64), device)]
 
 
 def load_runner(config: WorkerConfig, role: Role) -> ModelRunner:

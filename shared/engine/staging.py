@@ -23,10 +23,26 @@ def copy_in(target: Tensor, array: NDArray[Any]) -> None:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """The tensor's values in host memory. From a GPU they are there only after an event that is recorded after this call."""
+    """The tensor's values in host memory. From a GPU they have arrived when a `Fence` that was made after this call is passed."""
     if tensor.device.type != "cuda":
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+class Fence:
+    """Behind all that has been launched on the device until now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
+
+    def is_passed(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
 
 
 def _staged(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from hashlib import blake2b
 import torch
 
 from shared.engine.kv_pool import KvPool
-from shared.engine.plan import Plan, SampledToken
+from shared.engine.plan import Done, Plan, SampledToken
 from shared.kernels.reference import ReferenceKernels
 from shared.request import choice_seed
 from shared.worker_info import KvGeometry
@@ -42,6 +42,7 @@ class FakeRunner:
     """`gate`, when cleared, holds the engine before its next step."""
 
     vocab_size = VOCAB_SIZE
+    is_asynchronous = False
 
     def __init__(self, num_blocks: int, geometry: KvGeometry = GEOMETRY) -> None:
         self.pool = KvPool(geometry, num_blocks, torch.device("cpu"), ReferenceKernels())
@@ -50,6 +51,9 @@ class FakeRunner:
         self.gate.set()
         self.num_steps = 0
         self.fail_next: Exception | None = None
+
+    def launch(self, plan: Plan) -> Done:
+        return Done(self.execute(plan))
 
     def execute(self, plan: Plan) -> list[list[SampledToken]]:
         self.gate.wait(30)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.engine.batch import token_ids
+from shared.engine.batch import known_token_ids
 from shared.engine.blocks import BlockManager
 from shared.engine.decode_graphs import DecodeGraphs, ladder
 from shared.engine.kv_pool import KvPool
@@ -137,7 +137,7 @@ def test_logits_and_blocks_are_those_of_the_eager_step_whatever_the_buffers_held
     assert graphs_of(graphed).can_run(plan)
     with torch.inference_mode():
         expected = eager._logits(plan)
-    actual = graphs_of(graphed).run(plan, torch.from_numpy(token_ids(plan)))
+    actual = graphs_of(graphed).run(plan, torch.from_numpy(known_token_ids(plan)))
     assert replays[-1] == min(size for size in ladder(MAX_NUM_SEQS) if size >= num_seqs)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     # Every block but 0 is what the eager step made of it, also those that no sequence of the step has.
