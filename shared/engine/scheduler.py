@@ -211,6 +211,7 @@ class Scheduler:
         """Recounts blocks and states. Raises AssertionError on the first discrepancy."""
         live = self.sequences()
         in_flight = dict.fromkeys(item.sequence for plan in self._in_flight for item in plan.scheduled)
+        assert all(sequence.block_table for sequence in in_flight), "blocks that a step writes to have been freed"
         self.blocks.check([*live, *(sequence for sequence in in_flight if sequence.status is Status.FINISHED)])
         for status, members in ((Status.WAITING, self._waiting), (Status.RUNNING, self._running)):
             assert len(members) == self._count(status), f"{len(members)} sequences in line, {self._count(status)} are {status.name}"
