@@ -81,11 +81,11 @@ class BlockManager:
         """
         table = sequence.block_table
         first_written = sequence.num_computed_tokens // self.block_size
-        shared = [index for index in range(first_written, len(table)) if self._ref_counts[table[index]] > 1]
         num_new = max(0, self.num_blocks_for(sequence.num_tokens) - len(table))
         copies: list[tuple[int, int]] = []
-        if not shared and not num_new:  # nearly always, so worth an early exit
-            return copies
+        if not num_new and first_written == len(table) - 1 and self._ref_counts[table[-1]] == 1:
+            return copies  # nearly always, so worth an early exit
+        shared = [index for index in range(first_written, len(table)) if self._ref_counts[table[index]] > 1]
         if len(shared) + num_new > self.num_free_blocks:
             return None
         for index in shared:

@@ -260,6 +260,8 @@ class Scheduler:
         return self._running
 
     def _admit(self, budget: int) -> Iterator[ScheduledSequence]:
+        if not budget or not self._waiting:
+            return
         num_free_seats = self._limits.max_num_seqs - sum(_num_seats(sequence) for sequence in self._running)
         while budget and self._waiting:
             sequence = self._waiting[0]
@@ -389,7 +391,8 @@ class Scheduler:
 
 def _num_seats(sequence: Sequence) -> int:
     """Places in a step: a sequence that is going to fork takes those of all its outputs from the start."""
-    return sequence.request.sampling.n if sequence.is_forking and not sequence.hold else 1
+    n = sequence.request.sampling.n
+    return n if n > 1 and sequence.is_forking and not sequence.hold else 1
 
 
 def _scheduled(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
