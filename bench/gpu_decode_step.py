@@ -26,14 +26,14 @@ MAX_MODEL_LEN = 8192
 
 
 def decode_steps(copy_bytes_per_s: float) -> Rows:
-    config = _llama_3_8b()
-    model, weight_bytes = _random_decoder(config)
+    config = llama_3_8b()
+    model, weight_bytes = random_decoder(config)
     rows: Rows = []
     for batch_size, context_len in BATCHES_AND_CONTEXTS:
         kv_bytes = batch_size * context_len * 2 * config.num_layers * config.num_kv_heads * config.head_dim * DTYPE.itemsize
         if not fits(kv_bytes):
             continue
-        elapsed_s = _step_seconds(model, batch_size, context_len)
+        elapsed_s = step_seconds(model, batch_size, context_len)
         floor_s = (weight_bytes + kv_bytes) / copy_bytes_per_s
         rows.append(
             {
@@ -48,7 +48,7 @@ def decode_steps(copy_bytes_per_s: float) -> Rows:
     return rows
 
 
-def _llama_3_8b() -> ModelConfig:
+def llama_3_8b() -> ModelConfig:
     from transformers import LlamaConfig
 
     return from_transformers(
@@ -68,7 +68,7 @@ def _llama_3_8b() -> ModelConfig:
     )
 
 
-def _random_decoder(config: ModelConfig) -> tuple[Decoder, int]:
+def random_decoder(config: ModelConfig) -> tuple[Decoder, int]:
     """The model, and the bytes of weights that a step reads (all but the embedding)."""
     hidden, heads_size = config.hidden_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     sizes: list[int] = []
@@ -107,7 +107,7 @@ def _random(num_rows: int, num_columns: int) -> Tensor:
 
 
 @torch.inference_mode()
-def _step_seconds(model: Decoder, batch_size: int, context_len: int) -> float:
+def step_seconds(model: Decoder, batch_size: int, context_len: int) -> float:
     """Forward pass, logits and greedy sampling."""
     config = model.config
     plan, num_blocks = _plan(batch_size, context_len)
