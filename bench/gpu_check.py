@@ -31,7 +31,7 @@ REPORTS = ROOT / "bench" / "reports"
 DOCUMENT = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- gpu-check: begin -->", "<!-- gpu-check: end -->"
 TEST_FILES = ("tests/kernels/triton_cases/*_cases.py", "tests/gpu/*_cases.py")
-TESTS_TIMEOUT_S = 240.0
+TESTS_TIMEOUT_S = 300.0
 LINES_OF_A_FAILURE = 60
 
 

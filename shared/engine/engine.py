@@ -178,7 +178,7 @@ class Engine:
 
     def _begin(self) -> _Step | None:
         """Launches a step as soon as there is something to do. None: the engine is to stop."""
-        plan = Plan()
+        plan, num_preemptions = Plan(), self._scheduler.num_preemptions
         while not plan.scheduled:  # else a preemption made room and nothing else happened: look again
             with self._wake:
                 while not self._stopping and not self._scheduler.has_work:
@@ -186,13 +186,12 @@ class Engine:
                 if self._stopping:
                     return None
                 begin_s = time.perf_counter()
-                num_preemptions = self._scheduler.num_preemptions
                 plan = self._scheduler.schedule()
-                num_preemptions = self._scheduler.num_preemptions - num_preemptions
         self._announce_first_chunks(plan)
         started_s = time.perf_counter()
         self._watchdog.begin(plan.num_tokens)
-        return _Step(plan, self._launch(plan), begin_s, started_s, num_preemptions)
+        pending = self._launch(plan)
+        return _Step(plan, pending, begin_s, started_s, self._scheduler.num_preemptions - num_preemptions)
 
     def _launch(self, plan: Plan) -> Pending:
         try:
