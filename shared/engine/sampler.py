@@ -100,7 +100,9 @@ class Sampler:
         owners = _owners(rows)
         if len(owners) > len(rows):
             logits = logits[_index(owners, logits.device)]
-        return self._kernels.sample(logits, _sampling_batch(rows, logits.device))
+        token_ids = self._kernels.sample(logits, _sampling_batch(rows, logits.device))
+        # Of logits that are not finite any number may come, and it is used as an index before it is refused.
+        return token_ids.clamp_(0, logits.shape[1] - 1)
 
 
 def _owners(rows: Sequence[ScheduledSequence]) -> list[int]:

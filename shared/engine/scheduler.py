@@ -146,7 +146,8 @@ class Scheduler:
     def update(self, plan: Plan, samples: abc.Sequence[abc.Sequence[SampledToken]]) -> list[Event]:
         """Takes over what a step gave. samples[i] holds `plan.scheduled[i].num_samples` tokens; those of a sequence aborted since
         `schedule` are not looked at."""
-        assert plan is self._in_flight.popleft(), "another plan has been in flight for longer"
+        oldest = self._in_flight.popleft()
+        assert plan is oldest, "another plan has been in flight for longer"
         events: list[Event] = []
         for item, tokens in zip(plan.scheduled, samples, strict=True):
             sequence = item.sequence
@@ -254,7 +255,7 @@ class Scheduler:
         """The oldest running sequences, as many as have a seat."""
         num_free_seats = self._limits.max_num_seqs
         for index, sequence in enumerate(self._running):
-            num_free_seats -= _num_seats(sequence)
+            num_free_seats -= sequence.num_seats
             if num_free_seats < 0:
                 return self._running[:index]
         return self._running
@@ -262,10 +263,10 @@ class Scheduler:
     def _admit(self, budget: int) -> Iterator[ScheduledSequence]:
         if not budget or not self._waiting:
             return
-        num_free_seats = self._limits.max_num_seqs - sum(_num_seats(sequence) for sequence in self._running)
+        num_free_seats = self._limits.max_num_seqs - sum(sequence.num_seats for sequence in self._running)
         while budget and self._waiting:
             sequence = self._waiting[0]
-            num_free_seats -= _num_seats(sequence)
+            num_free_seats -= sequence.num_seats
             if num_free_seats < 0 or not self._allocate(*self._newcomer(sequence)):
                 return
             self._running.append(self._waiting.popleft())
@@ -280,18 +281,14 @@ class Scheduler:
         seated = self._seated()
         if not planned.issuperset(seated):
             return True
-        if not self._waiting and len(seated) == len(self._running):
-            return False
-        return len(ahead.scheduled) < len(plan.scheduled) or self._can_admit()
+        if len(ahead.scheduled) < len(plan.scheduled):  # somebody leaves
+            return bool(self._waiting) or len(seated) < len(self._running)
+        return bool(self._waiting) and self._can_admit(self._waiting[0])
 
-    def _can_admit(self) -> bool:
+    def _can_admit(self, head: Sequence) -> bool:
         """Whether the head of the queue finds seats and blocks."""
-        num_seats = sum(_num_seats(sequence) for sequence in self._running)
-        return (
-            bool(self._waiting)
-            and num_seats + _num_seats(self._waiting[0]) <= self._limits.max_num_seqs
-            and self.blocks.can_allocate(*self._newcomer(self._waiting[0]))
-        )
+        num_seats = sum(sequence.num_seats for sequence in (head, *self._running))
+        return num_seats <= self._limits.max_num_seqs and self.blocks.can_allocate(*self._newcomer(head))
 
     def _newcomer(self, sequence: Sequence) -> tuple[Sequence, int, int]:
         """The terms of admission, as arguments of `allocate`: at least the last token is recomputed, because the next one is
@@ -387,12 +384,6 @@ class Scheduler:
 
     def _count(self, status: Status) -> int:
         return sum(1 for choices in self._live.values() for sequence in choices if sequence.status is status)
-
-
-def _num_seats(sequence: Sequence) -> int:
-    """Places in a step: a sequence that is going to fork takes those of all its outputs from the start."""
-    n = sequence.request.sampling.n
-    return n if n > 1 and sequence.is_forking and not sequence.hold else 1
 
 
 def _scheduled(sequence: Sequence, num_tokens: int) -> ScheduledSequence:

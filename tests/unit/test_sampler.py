@@ -244,5 +244,9 @@ def test_logits_that_are_not_finite_are_refused_and_the_requests_named(bad: floa
     with pytest.raises(NotFiniteLogits, match="request broken") as caught:
         sample(logits, item("fine", **sampling), item("broken", **sampling), item("fine too", **sampling))
     assert caught.value.request_ids == ["broken"]
+    # The step after it may have been launched with these before anybody looks.
+    launched = SAMPLER.launch(logits.clone(), [item(**sampling)] * 3).token_ids
+    assert launched.min() >= 0
+    assert launched.max() < VOCAB_SIZE
     with pytest.raises(NotFiniteLogits):
         sample(torch.full((1, VOCAB_SIZE), -math.inf), item(**sampling))
