@@ -10,6 +10,7 @@ from torch import Tensor
 from bench.gpu_kernels import Rows, fits
 from bench.gpu_timing import replay_seconds
 from shared.engine.decode_graphs import CudaCapture, DecodeGraphs
+from shared.engine.kv_pool import KvPool
 from shared.engine.plan import Plan, ScheduledSequence
 from shared.engine.sequence import Sequence
 from shared.kernels.interface import SamplingBatch
@@ -18,6 +19,7 @@ from shared.models.config import ModelConfig, from_transformers
 from shared.models.decoder import Decoder, Layer, Linear, Weights
 from shared.models.rope import cos_sin_table
 from shared.request import Request, SamplingParams
+from shared.worker_info import KvGeometry
 
 DTYPE = torch.bfloat16
 BLOCK_SIZE = 16
@@ -109,16 +111,19 @@ def _random(num_rows: int, num_columns: int) -> Tensor:
 @torch.inference_mode()
 def step_seconds(model: Decoder, batch_size: int, context_len: int) -> float:
     """Forward pass, logits and greedy sampling."""
-    config = model.config
     plan, num_blocks = _plan(batch_size, context_len)
-    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    kv = torch.zeros(shape, dtype=DTYPE, device="cuda")
-    graphs = DecodeGraphs(model, kv, MAX_MODEL_LEN, [batch_size], CudaCapture())
+    graphs = DecodeGraphs(model, kv_pool(model, num_blocks), MAX_MODEL_LEN, [batch_size], CudaCapture())
     token_ids = torch.arange(batch_size, device="cuda")
     size = graphs.fill(plan, token_ids)
     off, on = torch.zeros(batch_size, device="cuda"), torch.ones(batch_size, device="cuda")
     greedy = SamplingBatch(off, torch.zeros_like(token_ids), on, off, off, all_greedy=True, needs_filter=False)
     return replay_seconds(lambda: model.kernels.sample(graphs.replay(size), greedy), num_runs=10)
+
+
+def kv_pool(model: Decoder, num_blocks: int) -> KvPool:
+    config = model.config
+    geometry = KvGeometry("random", config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, "bfloat16")
+    return KvPool(geometry, num_blocks, torch.device("cuda"), model.kernels)
 
 
 def _plan(batch_size: int, context_len: int) -> tuple[Plan, int]:

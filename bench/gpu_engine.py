@@ -14,18 +14,16 @@ from statistics import median
 
 import torch
 
-from bench.gpu_decode_step import BLOCK_SIZE, MAX_MODEL_LEN, llama_3_8b, random_decoder, step_seconds
-from bench.gpu_kernels import Rows
+from bench.gpu_decode_step import BLOCK_SIZE, DTYPE, MAX_MODEL_LEN, kv_pool, llama_3_8b, random_decoder, step_seconds
+from bench.gpu_kernels import Rows, fits
 from shared.engine.blocks import BlockManager
 from shared.engine.decode_graphs import CudaCapture, DecodeGraphs
 from shared.engine.engine import Engine
-from shared.engine.kv_pool import KvPool
 from shared.engine.plan import Event, Pending, Plan
 from shared.engine.runner import ModelRunner
 from shared.engine.scheduler import Scheduler
 from shared.models.decoder import Decoder
 from shared.request import Output, Request, SamplingParams
-from shared.worker_info import KvGeometry
 
 BATCH_SIZES = (1, 64, 256)
 PROMPT_LEN, NUM_OUTPUT_TOKENS = 512, 128
@@ -46,9 +44,13 @@ class _Synchronous:
 
 
 def engine_steps() -> Rows:
-    model, _ = random_decoder(llama_3_8b())
+    config = llama_3_8b()
+    model, _ = random_decoder(config)
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * DTYPE.itemsize
     rows: Rows = []
     for batch_size in BATCH_SIZES:
+        if not fits(batch_size * (PROMPT_LEN + NUM_OUTPUT_TOKENS) * token_bytes):
+            continue
         device_s = step_seconds(model, batch_size, PROMPT_LEN + NUM_OUTPUT_TOKENS // 2)
         runner = _runner(model, batch_size)
         ahead_s, waiting_s = _period_s(runner, runner, batch_size), _period_s(_Synchronous(runner), runner, batch_size)
@@ -67,11 +69,8 @@ def engine_steps() -> Rows:
 
 
 def _runner(model: Decoder, batch_size: int) -> ModelRunner:
-    config = model.config
-    geometry = KvGeometry("random", config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, "bfloat16")
-    num_blocks = 1 + batch_size * (1 + (PROMPT_LEN + NUM_OUTPUT_TOKENS) // BLOCK_SIZE)
-    pool = KvPool(geometry, num_blocks, torch.device("cuda"), model.kernels)
-    graphs = DecodeGraphs(model, pool.kv, MAX_MODEL_LEN, [batch_size], CudaCapture())
+    pool = kv_pool(model, 1 + batch_size * (1 + (PROMPT_LEN + NUM_OUTPUT_TOKENS) // BLOCK_SIZE))
+    graphs = DecodeGraphs(model, pool, MAX_MODEL_LEN, [batch_size], CudaCapture())
     return ModelRunner(model, pool, MAX_MODEL_LEN, graphs)
 
 

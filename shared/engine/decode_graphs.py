@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.engine.batch import lay_out
+from shared.engine.kv_pool import KvPool
 from shared.engine.plan import Plan
 from shared.engine.staging import copy_in
 from shared.kernels.interface import AttentionBatch
@@ -52,15 +53,15 @@ def ladder(max_num_seqs: int) -> list[int]:
 class DecodeGraphs:
     """Forward pass and logits of steps in which each sequence has one token and samples.
 
-    kv [NB, L, 2, Hkv, BS, D]; `batch_sizes` ascending. Used by one thread at a time.
+    `batch_sizes` ascending. Used by one thread at a time.
     """
 
-    def __init__(self, model: Decoder, kv: Tensor, max_model_len: int, batch_sizes: Sequence[int], capture: Capture) -> None:
+    def __init__(self, model: Decoder, pool: KvPool, max_model_len: int, batch_sizes: Sequence[int], capture: Capture) -> None:
         self._model = model
-        self._kv = kv
-        self._block_size = kv.shape[4]
+        self._kv = pool.kv
+        self._block_size = pool.geometry.block_size
         self._batch_sizes = batch_sizes
-        largest, device = batch_sizes[-1], kv.device
+        largest, device = batch_sizes[-1], pool.kv.device
         self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
         self._slots = torch.zeros(largest, dtype=torch.int64, device=device)
@@ -122,20 +123,20 @@ class DecodeGraphs:
         self._model.logits(hidden, out=self._logits[:size])
 
 
-def capture_ladder(model: Decoder, kv: Tensor, max_model_len: int, max_num_seqs: int) -> DecodeGraphs:
+def capture_ladder(model: Decoder, pool: KvPool, max_model_len: int, max_num_seqs: int) -> DecodeGraphs:
     """On a GPU, with kernels that can be captured."""
     sizes, start_s = ladder(max_num_seqs), time.monotonic()
-    graphs = DecodeGraphs(model, kv, max_model_len, sizes, CudaCapture())
+    graphs = DecodeGraphs(model, pool, max_model_len, sizes, CudaCapture())
     log.info(
         "captured %d CUDA graphs of decode steps of up to %d sequences in %.1f s", len(sizes), sizes[-1], time.monotonic() - start_s
     )
     return graphs
 
 
-def graphs_bytes(model: Decoder, kv: Tensor, max_model_len: int, max_num_seqs: int) -> int:
+def graphs_bytes(model: Decoder, pool: KvPool, max_model_len: int, max_num_seqs: int) -> int:
     """GPU memory that `capture_ladder` takes, measured on a few graphs. The largest makes the memory that all of them work in; each
     has launches besides, in memory of the driver, where the least seen counts: other processes may allocate meanwhile."""
-    sizes, device = ladder(max_num_seqs), kv.device
+    sizes, device = ladder(max_num_seqs), pool.kv.device
     start_bytes, driver_bytes = torch.cuda.memory_reserved(device), []
     capture = CudaCapture()
 
@@ -145,7 +146,7 @@ def graphs_bytes(model: Decoder, kv: Tensor, max_model_len: int, max_num_seqs: i
         driver_bytes.append(_driver_bytes(device) - before)
         return replay
 
-    graphs = DecodeGraphs(model, kv, max_model_len, sorted({*sizes[:2], sizes[-1]}), measured)
+    graphs = DecodeGraphs(model, pool, max_model_len, sorted({*sizes[:2], sizes[-1]}), measured)
     torch_bytes = torch.cuda.memory_reserved(device) - start_bytes
     del graphs
     return torch_bytes + len(sizes) * max(0, min(driver_bytes))

@@ -126,7 +126,7 @@ def load_runner(config: WorkerConfig, role: Role) -> ModelRunner:
     pool = KvPool(geometry, num_blocks, device, kernels, storage)
     graphs = None
     if _captures(config, role, model, device):
-        graphs = capture_ladder(model, pool.kv, max_model_len, config.max_num_seqs)
+        graphs = capture_ladder(model, pool, max_model_len, config.max_num_seqs)
     runner = ModelRunner(model, pool, max_model_len, graphs)
     notify_progress("warming up")
     runner.execute(_full_plan(runner, num_tokens=2, num_seqs=2))
@@ -186,7 +186,7 @@ def _measure_step(
     step_bytes = torch.cuda.max_memory_reserved(device) - before
     torch.cuda.empty_cache()
     if _captures(config, role, model, device):
-        step_bytes += graphs_bytes(model, pool.kv, max_model_len, config.max_num_seqs)
+        step_bytes += graphs_bytes(model, pool, max_model_len, config.max_num_seqs)
     del runner, pool
     torch.cuda.empty_cache()
     return step_bytes

@@ -60,7 +60,7 @@ def graphed(eager: ModelRunner, replays: list[int]) -> ModelRunner:
 
         return counted
 
-    return ModelRunner(eager.model, pool, MAX_MODEL_LEN, DecodeGraphs(eager.model, pool.kv, MAX_MODEL_LEN, sizes, capture))
+    return ModelRunner(eager.model, pool, MAX_MODEL_LEN, DecodeGraphs(eager.model, pool, MAX_MODEL_LEN, sizes, capture))
 
 
 def graphs_of(runner: ModelRunner) -> DecodeGraphs:
