@@ -1,7 +1,7 @@
 """`python -m bench.gpu_check`: what the tests on machines without a GPU cannot say. Needs one GPU, no network, under 8 minutes.
 
 1. The kernel tests and a tiny model end to end, for real (`tests/kernels/triton_cases`, `tests/gpu`).
-2. Attention, block copies and a whole decode step, timed against what the device can do.
+2. Attention, block copies, a whole decode step and the engine's loop around it, timed against what the device can do.
 
 Each section is tried by itself; what fails is recorded, and the exit code is 1. Without a GPU: one line, exit code 2.
 Writes bench/reports/gpu-<device>.json and the table between the marks in docs/performance.md.
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import triton
 
-from bench import gpu_decode_step, gpu_kernels, gpu_timing
+from bench import gpu_decode_step, gpu_engine, gpu_kernels, gpu_timing
 from bench.gpu_kernels import Rows
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +31,7 @@ REPORTS = ROOT / "bench" / "reports"
 DOCUMENT = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- gpu-check: begin -->", "<!-- gpu-check: end -->"
 TEST_FILES = ("tests/kernels/triton_cases/*_cases.py", "tests/gpu/*_cases.py")
-TESTS_TIMEOUT_S = 240.0
+TESTS_TIMEOUT_S = 300.0
 LINES_OF_A_FAILURE = 60
 
 
@@ -91,6 +91,7 @@ def run() -> Report:
         ("Prefill attention, 32/8 heads of 128, bfloat16", gpu_kernels.prefill_attention),
         ("Block gather and scatter, 2 MiB blocks", lambda: gpu_kernels.block_copies(copy_rates[0])),
         ("Decode step, Llama 3 8B's shape, bfloat16, CUDA graph", lambda: gpu_decode_step.decode_steps(copy_rates[0])),
+        ("Engine loop around that step, with the next one launched ahead and not", gpu_engine.engine_steps),
     ]
     report.sections.extend(_section(title, work) for title, work in measured)
     return report

@@ -1,19 +1,25 @@
-"""One whole decode step of a model with the shape of Llama 3 8B and random weights, captured as a CUDA graph, against its floor:
-the time that the device's copy rate would take for the bytes that the step must read (all weights once, each sequence's KV)."""
+"""One whole decode step of a model with the shape of Llama 3 8B and random weights, captured as the engine captures it, against its
+floor: the time that the device's copy rate would take for the bytes that the step must read (all weights once, each sequence's KV).
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from bench.gpu_kernels import Rows, fits, shuffled_batch
-from bench.gpu_timing import seconds
+from bench.gpu_kernels import Rows, fits
+from bench.gpu_timing import replay_seconds
+from shared.engine.decode_graphs import CudaCapture, DecodeGraphs
+from shared.engine.kv_pool import KvPool
+from shared.engine.plan import Plan, ScheduledSequence
+from shared.engine.sequence import Sequence
 from shared.kernels.interface import SamplingBatch
-from shared.kernels.kv_layout import KvLayer
 from shared.kernels.triton import TritonKernels
 from shared.models.config import ModelConfig, from_transformers
 from shared.models.decoder import Decoder, Layer, Linear, Weights
 from shared.models.rope import cos_sin_table
+from shared.request import Request, SamplingParams
+from shared.worker_info import KvGeometry
 
 DTYPE = torch.bfloat16
 BLOCK_SIZE = 16
@@ -22,14 +28,14 @@ MAX_MODEL_LEN = 8192
 
 
 def decode_steps(copy_bytes_per_s: float) -> Rows:
-    config = _llama_3_8b()
-    model, weight_bytes = _random_decoder(config)
+    config = llama_3_8b()
+    model, weight_bytes = random_decoder(config)
     rows: Rows = []
     for batch_size, context_len in BATCHES_AND_CONTEXTS:
         kv_bytes = batch_size * context_len * 2 * config.num_layers * config.num_kv_heads * config.head_dim * DTYPE.itemsize
         if not fits(kv_bytes):
             continue
-        elapsed_s = _step_seconds(model, batch_size, context_len)
+        elapsed_s = step_seconds(model, batch_size, context_len)
         floor_s = (weight_bytes + kv_bytes) / copy_bytes_per_s
         rows.append(
             {
@@ -44,7 +50,7 @@ def decode_steps(copy_bytes_per_s: float) -> Rows:
     return rows
 
 
-def _llama_3_8b() -> ModelConfig:
+def llama_3_8b() -> ModelConfig:
     from transformers import LlamaConfig
 
     return from_transformers(
@@ -64,7 +70,7 @@ def _llama_3_8b() -> ModelConfig:
     )
 
 
-def _random_decoder(config: ModelConfig) -> tuple[Decoder, int]:
+def random_decoder(config: ModelConfig) -> tuple[Decoder, int]:
     """The model, and the bytes of weights that a step reads (all but the embedding)."""
     hidden, heads_size = config.hidden_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     sizes: list[int] = []
@@ -103,14 +109,32 @@ def _random(num_rows: int, num_columns: int) -> Tensor:
 
 
 @torch.inference_mode()
-def _step_seconds(model: Decoder, batch_size: int, context_len: int) -> float:
+def step_seconds(model: Decoder, batch_size: int, context_len: int) -> float:
     """Forward pass, logits and greedy sampling."""
-    config = model.config
-    num_blocks = 1 + batch_size * -(-context_len // BLOCK_SIZE)
-    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    kv_layers = [KvLayer(layer) for layer in torch.zeros(shape, dtype=DTYPE, device="cuda").unbind(1)]
-    batch = shuffled_batch(batch_size, 1, context_len, num_blocks)
+    plan, num_blocks = _plan(batch_size, context_len)
+    graphs = DecodeGraphs(model, kv_pool(model, num_blocks), MAX_MODEL_LEN, [batch_size], CudaCapture())
     token_ids = torch.arange(batch_size, device="cuda")
+    size = graphs.fill(plan, token_ids)
     off, on = torch.zeros(batch_size, device="cuda"), torch.ones(batch_size, device="cuda")
     greedy = SamplingBatch(off, torch.zeros_like(token_ids), on, off, off, all_greedy=True, needs_filter=False)
-    return seconds(lambda: model.kernels.sample(model.logits(model.forward(token_ids, kv_layers, batch)), greedy), num_runs=10)
+    return replay_seconds(lambda: model.kernels.sample(graphs.replay(size), greedy), num_runs=10)
+
+
+def kv_pool(model: Decoder, num_blocks: int) -> KvPool:
+    config = model.config
+    heads = (config.num_layers, config.num_kv_heads, config.head_dim)
+    geometry = KvGeometry("random", "bfloat16", *heads, BLOCK_SIZE, "bfloat16")
+    return KvPool(geometry, num_blocks, torch.device("cuda"), model.kernels)
+
+
+def _plan(batch_size: int, context_len: int) -> tuple[Plan, int]:
+    """The last tokens of equally long sequences, over blocks in random order; and the number of blocks."""
+    num_blocks_each = -(-context_len // BLOCK_SIZE)
+    num_blocks = 1 + batch_size * num_blocks_each
+    tables = (torch.randperm(num_blocks - 1) + 1).view(batch_size, num_blocks_each)
+    scheduled = []
+    for row, table in enumerate(tables.tolist()):
+        sequence = Sequence(Request(f"r{row}", [0] * context_len, context_len, SamplingParams(temperature=0.0)))
+        sequence.block_table = table
+        scheduled.append(ScheduledSequence(sequence, context_len - 1, num_tokens=1, num_samples=1))
+    return Plan(tuple(scheduled)), num_blocks

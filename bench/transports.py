@@ -29,7 +29,7 @@ from shared.config import option, parse_config
 from shared.engine.blocks import BlockManager
 from shared.engine.engine import Engine
 from shared.engine.kv_pool import KvPool
-from shared.engine.plan import Plan, SampledToken
+from shared.engine.plan import Pending, Plan
 from shared.engine.pool_memory import SharedStorage
 from shared.engine.scheduler import Scheduler
 from shared.grpc_serving import Server
@@ -82,7 +82,9 @@ class Speed:
 class _NoModel:
     """Transfers end with their first token: nothing is ever computed."""
 
-    def execute(self, plan: Plan) -> list[list[SampledToken]]:
+    is_asynchronous = False
+
+    def launch(self, plan: Plan) -> Pending:
         raise AssertionError("a request of one token has nothing to compute here")
 
 

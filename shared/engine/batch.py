@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,18 +16,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.engine.plan import Plan
+from shared.engine.staging import to_device
 from shared.kernels.interface import AttentionBatch
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a step's tokens and their keys are, on the host. S sequences, T tokens, all types as in `AttentionBatch`."""
+
+    positions: NDArray[np.int64]  # [T]
+    slots: NDArray[np.int64]  # [T]
+    query_starts: NDArray[np.int32]  # [S + 1]
+    context_lens: NDArray[np.int32]  # [S]
+    block_tables: NDArray[np.int32]  # [S, most blocks of a sequence]
+    query_lens: NDArray[np.int64]  # [S]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    token_ids: Tensor  # [T] int64
     attention: AttentionBatch
     sample_rows: Tensor  # [R] int64: last token of each sequence that samples, in the plan's order
 
 
-def build_batch(plan: Plan, block_size: int, device: torch.device) -> Batch:
-    """The tensors of a plan that schedules at least one token."""
+def lay_out(plan: Plan, block_size: int) -> Layout:
+    """Of a plan that schedules at least one token."""
     scheduled = plan.scheduled
     num_seqs = len(scheduled)
     starts = np.fromiter((s.start for s in scheduled), np.int64, num_seqs)
@@ -41,23 +52,29 @@ def build_batch(plan: Plan, block_size: int, device: torch.device) -> Batch:
     positions = np.arange(query_starts[-1]) + (starts - query_starts[:-1])[owners]
     tables = _block_tables(plan, -(-context_lens // block_size))
     slots = tables[owners, positions // block_size] * np.int64(block_size) + positions % block_size
-    sample_rows = [int(end) - 1 for s, end in zip(scheduled, query_starts[1:], strict=True) if s.num_samples]
+    return Layout(positions, slots, query_starts.astype(np.int32), context_lens.astype(np.int32), tables, query_lens)
 
+
+def build_batch(plan: Plan, block_size: int, device: torch.device) -> Batch:
+    """The tensors of a plan that schedules at least one token."""
+    layout = lay_out(plan, block_size)
+    sample_rows = [int(end) - 1 for s, end in zip(plan.scheduled, layout.query_starts[1:], strict=True) if s.num_samples]
     attention = AttentionBatch(
-        positions=_to(device, positions),
-        slots=_to(device, slots),
-        query_starts=_to(device, query_starts.astype(np.int32)),
-        context_lens=_to(device, context_lens.astype(np.int32)),
-        block_tables=_to(device, tables),
-        num_single=int((query_lens == 1).sum()),
-        max_query_len=int(query_lens.max()),
-        max_context_len=int(context_lens.max()),
+        positions=to_device(layout.positions, device),
+        slots=to_device(layout.slots, device),
+        query_starts=to_device(layout.query_starts, device),
+        context_lens=to_device(layout.context_lens, device),
+        block_tables=to_device(layout.block_tables, device),
+        num_single=int((layout.query_lens == 1).sum()),
+        max_query_len=int(layout.query_lens.max()),
+        max_context_len=int(layout.context_lens.max()),
     )
-    assert (query_lens[: attention.num_single] == 1).all(), "sequences with a single token come first"
-    return Batch(_to(device, _token_ids(plan)), attention, _to(device, np.array(sample_rows, np.int64)))
+    assert (layout.query_lens[: attention.num_single] == 1).all(), "sequences with a single token come first"
+    return Batch(attention, to_device(np.array(sample_rows, np.int64), device))
 
 
-def _token_ids(plan: Plan) -> NDArray[np.int64]:
+def known_token_ids(plan: Plan) -> NDArray[np.int64]:
+    """[T]: the tokens of a plan that was not made ahead."""
     pieces = (s.sequence.token_ids[s.start : s.start + s.num_tokens] for s in plan.scheduled)
     return np.fromiter(chain.from_iterable(pieces), np.int64, plan.num_tokens)
 
@@ -68,7 +85,3 @@ def _block_tables(plan: Plan, num_blocks: NDArray[np.int64]) -> NDArray[np.int32
     for row, scheduled, count in zip(tables, plan.scheduled, num_blocks.tolist(), strict=True):
         row[:count] = scheduled.sequence.block_table[:count]
     return tables
-
-
-def _to(device: torch.device, array: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)

@@ -14,7 +14,7 @@ Block 0 belongs to nobody; padding may point there.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import Iterable
 
 from shared.block_hash import next_hash
@@ -81,11 +81,11 @@ class BlockManager:
         """
         table = sequence.block_table
         first_written = sequence.num_computed_tokens // self.block_size
-        shared = [index for index in range(first_written, len(table)) if self._ref_counts[table[index]] > 1]
-        num_new = self.num_blocks_for(sequence.num_tokens) - len(table)
+        num_new = max(0, self.num_blocks_for(sequence.num_tokens) - len(table))
         copies: list[tuple[int, int]] = []
-        if not shared and not num_new:  # nearly always, so worth an early exit
-            return copies
+        if not num_new and first_written == len(table) - 1 and self._ref_counts[table[-1]] == 1:
+            return copies  # nearly always, so worth an early exit
+        shared = [index for index in range(first_written, len(table)) if self._ref_counts[table[index]] > 1]
         if len(shared) + num_new > self.num_free_blocks:
             return None
         for index in shared:
@@ -109,6 +109,14 @@ class BlockManager:
             elif self._ref_counts[table[index]] > 1:
                 num_writers[table[index]] = num_writers.get(table[index], 0) + 1
         return num_new + sum(min(writers, self._ref_counts[block] - 1) for block, writers in num_writers.items())
+
+    def append_blocks(self, sequences: abc.Sequence[Sequence]) -> bool:
+        """Gives each of these sequences one more block. Returns False, having changed nothing, if too few are free."""
+        if len(sequences) > self.num_free_blocks:
+            return False
+        for sequence in sequences:
+            sequence.block_table.append(self._take())
+        return True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child, which holds no blocks, shares all of the parent's."""

@@ -1,11 +1,14 @@
 """The engine loop: one thread that turns plans into tokens.
 
-    submit / reserve / commit ──> scheduler state ──schedule()──> Plan ──execute()──> samples ──update()──> events ──> listener
-                                  └──────── under the lock ───────┘     no lock       └─ under the lock ─┘
+    submit / reserve / commit ──> scheduler state ──schedule()──> Plan ──launch, wait──> samples ──update()──> events ──> listener
+                                  └──────── under the lock ───────┘       no lock        └─ under the lock ─┘
 
 The lock covers bookkeeping only, never arithmetic, so a caller waits microseconds for it while a forward pass runs. An idle engine
 sleeps on the condition. Callers may be any threads; the listener is called on the engine's thread, after every
 step, also when the step only freed blocks.
+
+A runner that is asynchronous gets the next step before the engine waits for the one that it is computing, where the next one can be
+told already (`shared/engine/lookahead.py`). Then all that the host does for a step happens while the device computes another.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
 
 from shared.engine import metrics
-from shared.engine.plan import Event, Failure, Plan, Progress, SampledToken
+from shared.engine.plan import Event, Failure, Pending, Plan, Progress, SampledToken
 from shared.engine.sampler import NotFiniteLogits
 from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Sequence as EngineSequence
@@ -37,10 +42,36 @@ Listener = Callable[[Sequence[Event]], None]
 
 
 class Runner(Protocol):
-    """What executes a plan: `shared.engine.runner.ModelRunner`, or a fake."""
+    """What executes plans, in order: `shared.engine.runner.ModelRunner`, or a fake."""
 
-    def execute(self, plan: Plan) -> Sequence[Sequence[SampledToken]]:
-        """Per scheduled sequence, its `num_samples` tokens."""
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether `launch` returns before the step is computed, so that it pays to launch the next one meanwhile."""
+
+    def launch(self, plan: Plan) -> Pending:
+        """Starts a step. Raises if that fails; what fails later is raised by what is returned."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that has been launched."""
+
+    plan: Plan
+    pending: Pending
+    begin_s: float  # when the engine turned to it, or its predecessor ended
+    started_s: float  # when it was launched, or its predecessor ended
+    num_preemptions: int = 0  # to make room for it
+
+
+@dataclass(frozen=True, slots=True)
+class _NotLaunched:
+    error: Exception
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> NoReturn:
+        raise self.error
 
 
 class Engine:
@@ -61,7 +92,7 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the loop after the current step. Requests still in it get no further events."""
+        """Ends the loop after the steps that have been launched. Requests still in it get no further events."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -137,44 +168,72 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while self._step():
-                pass
+            step = self._begin()
+            while step is not None:
+                step = self._finish(step) or self._begin()
         except BaseException:
             # Bookkeeping is broken, so nothing this process says can be trusted. The router continues its requests elsewhere.
             log.critical("engine loop failed", exc_info=True)
             os._exit(_EXIT_CODE)
 
-    def _step(self) -> bool:
-        with self._wake:
-            while not self._stopping and not self._scheduler.has_work:
-                self._wake.wait()
-            if self._stopping:
-                return False
-            begin = time.perf_counter()
-            num_preemptions = self._scheduler.num_preemptions
-            plan = self._scheduler.schedule()
-        if not plan.scheduled:
-            return True  # a preemption made room and nothing else happened: look again
+    def _begin(self) -> _Step | None:
+        """Launches a step as soon as there is something to do. None: the engine is to stop."""
+        plan, num_preemptions = Plan(), self._scheduler.num_preemptions
+        while not plan.scheduled:  # else a preemption made room and nothing else happened: look again
+            with self._wake:
+                while not self._stopping and not self._scheduler.has_work:
+                    self._wake.wait()
+                if self._stopping:
+                    return None
+                begin_s = time.perf_counter()
+                plan = self._scheduler.schedule()
         self._announce_first_chunks(plan)
-        started = time.perf_counter()
+        started_s = time.perf_counter()
         self._watchdog.begin(plan.num_tokens)
+        pending = self._launch(plan)
+        return _Step(plan, pending, begin_s, started_s, self._scheduler.num_preemptions - num_preemptions)
+
+    def _launch(self, plan: Plan) -> Pending:
         try:
-            samples = self._runner.execute(plan)
+            return self._runner.launch(plan)
         except Exception as error:
-            self._fail(plan, error)
-            return True
-        finally:
-            executed = time.perf_counter()
-            self._watchdog.end(plan.num_tokens, executed - started)
+            return _NotLaunched(error)
+
+    def _look_ahead(self, step: _Step) -> _Step | None:
+        """Launches the step after this one, if that can be told already."""
+        if not self._runner.is_asynchronous or isinstance(step.pending, _NotLaunched):
+            return None
         with self._wake:
-            events = self._scheduler.update(plan, samples)
+            plan = None if self._stopping else self._scheduler.schedule_ahead()
+        return None if plan is None else _Step(plan, self._launch(plan), step.begin_s, step.started_s)
+
+    def _finish(self, step: _Step) -> _Step | None:
+        """Ends a step. Returns the one that has been launched after it, if any."""
+        turned_s, is_idle = time.perf_counter(), step.pending.is_done()
+        ahead = self._look_ahead(step)
+        idle_s = time.perf_counter() - turned_s if is_idle else 0.0
+        try:
+            samples = step.pending.wait()
+        except Exception as error:
+            self._fail(step.plan, ahead, error)
+            return None
+        finally:
+            ended_s = time.perf_counter()
+            self._watchdog.end(step.plan.num_tokens, ended_s - step.started_s)
+        if ahead is not None:
+            ahead.begin_s = ahead.started_s = ended_s
+            self._watchdog.begin(ahead.plan.num_tokens)
+        with self._wake:
+            events = self._scheduler.update(step.plan, samples)
             self._num_steps += 1
-            metrics.observe_state(self._scheduler, self._scheduler.num_preemptions - num_preemptions)
+            metrics.observe_state(self._scheduler, step.num_preemptions)
         self._num_failures = 0
         self._listener(events)
-        self._prefill_rate.observe(plan, executed - started)
-        metrics.observe_step(plan, executed - started, time.perf_counter() - begin)
-        return True
+        self._prefill_rate.observe(step.plan, ended_s - step.started_s)
+        # With a step under way, the device does not wait for what the host has done since this one ended.
+        all_s = (time.perf_counter() if ahead is None else ended_s) - step.begin_s
+        metrics.observe_step(step.plan, ended_s - step.started_s - idle_s, all_s)
+        return ahead
 
     def _announce_first_chunks(self, plan: Plan) -> None:
         """Tells who ships a prompt that it is being computed now, so that opening the transfer overlaps the first chunk."""
@@ -184,8 +243,12 @@ class Engine:
         if first:
             self._listener(first)
 
-    def _fail(self, plan: Plan, error: Exception) -> None:
-        """Ends the requests at fault, or all of the step if nobody in particular is; the others' tokens are computed again."""
+    def _fail(self, plan: Plan, ahead: _Step | None, error: Exception) -> None:
+        """Ends the requests at fault, or all of the step if nobody in particular is; the others' tokens are computed again. A step
+        that was launched after this one counts for nothing either."""
+        if ahead is not None:
+            with suppress(Exception):  # it is enough that it has ended: until then it writes to its blocks
+                ahead.pending.wait()
         failure: TwostrokeError
         if isinstance(error, NotFiniteLogits):
             ids, failure = error.request_ids, error
@@ -197,10 +260,9 @@ class Engine:
             self._count_failure()
         metrics.step_failures.inc()
         with self._wake:
-            for request_id in ids:
-                self._scheduler.abort(request_id)
+            alive = [request_id for request_id in ids if self._scheduler.abort(request_id)]
             self._scheduler.discard(plan)
-        self._listener([Failure(request_id, failure) for request_id in ids])
+        self._listener([Failure(request_id, failure) for request_id in alive])
 
     def _count_failure(self) -> None:
         self._num_failures += 1

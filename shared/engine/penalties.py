@@ -16,21 +16,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shared.engine.sequence import Sequence as EngineSequence
+from shared.engine.plan import ScheduledSequence
+from shared.engine.staging import to_device
 
 
-def needs_adjusting(sequence: EngineSequence) -> bool:
-    sampling = sequence.request.sampling
-    return sampling.has_penalties or bool(sampling.logit_bias) or _is_stop_masked(sequence)
+def needs_adjusting(scheduled: ScheduledSequence) -> bool:
+    sampling = scheduled.sequence.request.sampling
+    return sampling.has_penalties or bool(sampling.logit_bias) or _is_stop_masked(scheduled)
 
 
-def adjust_logits(logits: Tensor, sequences: Sequence[EngineSequence]) -> None:
-    """Changes logits [N, V] float32 in place; row i belongs to sequences[i]. Biased or stop ids outside the vocabulary can never
-    be sampled and are passed over."""
+def adjust_logits(logits: Tensor, rows: Sequence[ScheduledSequence]) -> None:
+    """Changes logits [N, V] float32 in place; row i belongs to rows[i]. Biased or stop ids outside the vocabulary can never be
+    sampled and are passed over."""
     vocab_size = logits.shape[1]
     repeated, added, masked = _Entries(vocab_size), _Entries(vocab_size), _Entries(vocab_size)
-    for row, sequence in enumerate(sequences):
-        sampling = sequence.request.sampling
+    for row, scheduled in enumerate(rows):
+        sequence, sampling = scheduled.sequence, scheduled.sequence.request.sampling
         if sampling.repetition_penalty != 1.0:
             repeated.add(row, np.unique(np.array(sequence.token_ids)), sampling.repetition_penalty)
         if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
@@ -38,7 +39,7 @@ def adjust_logits(logits: Tensor, sequences: Sequence[EngineSequence]) -> None:
             added.add(row, ids, -sampling.presence_penalty - sampling.frequency_penalty * counts)
         if sampling.logit_bias:
             added.add(row, np.array(list(sampling.logit_bias)), np.array(list(sampling.logit_bias.values())))
-        if _is_stop_masked(sequence):
+        if _is_stop_masked(scheduled):
             masked.add(row, np.unique(np.array(sampling.stop_token_ids)), -np.inf)
 
     if repeated:
@@ -51,9 +52,10 @@ def adjust_logits(logits: Tensor, sequences: Sequence[EngineSequence]) -> None:
             logits.index_put_(where, value, accumulate=True)
 
 
-def _is_stop_masked(sequence: EngineSequence) -> bool:
-    sampling = sequence.request.sampling
-    return bool(sampling.stop_token_ids) and sequence.num_output_tokens < sampling.min_tokens
+def _is_stop_masked(scheduled: ScheduledSequence) -> bool:
+    """Goes by the plan, because the token before may not be known yet."""
+    sampling = scheduled.sequence.request.sampling
+    return bool(sampling.stop_token_ids) and scheduled.sample_index < sampling.min_tokens
 
 
 class _Entries:
@@ -74,5 +76,5 @@ class _Entries:
 
     def tensors(self, device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """((rows, ids), values), flat."""
-        rows, ids, values = (torch.from_numpy(np.concatenate(column)).to(device) for column in zip(*self._parts, strict=True))
+        rows, ids, values = (to_device(np.concatenate(column), device) for column in zip(*self._parts, strict=True))
         return (rows, ids), values

@@ -1,15 +1,20 @@
-"""What the scheduler decides for one step, and what comes back from it. Plain values: no torch, no wire."""
+"""What the scheduler decides for one step, and what comes back from it. Plain values: no torch, no wire.
+
+What there is one of for each token of each step is not frozen: making a frozen object takes three times as long. It is not changed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Row
 from dataclasses import dataclass
+from typing import Protocol
 
 from shared.engine.sequence import Sequence
 from shared.errors import TwostrokeError
 from shared.request import Output
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScheduledSequence:
     """Compute tokens start .. start + num_tokens - 1 of `sequence`, then sample `num_samples` tokens from the last one's logits:
     0 while tokens remain uncomputed, n when the sequence forks into its n outputs, else 1."""
@@ -19,24 +24,61 @@ class ScheduledSequence:
     num_tokens: int
     num_samples: int
 
+    @property
+    def end(self) -> int:
+        """Position of the sampled token."""
+        return self.start + self.num_tokens
+
+    @property
+    def sample_index(self) -> int:
+        """Index of the sampled token in the output."""
+        return self.end - self.sequence.request.num_prompt_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One engine step. Sequences with a single token come first. `copies` (source, target) come before the forward pass."""
+    """One engine step. Sequences with a single token come first. `copies` (source, target) come before the forward pass.
+
+    A plan made ahead has `sampled_rows`: its sequences compute one token each, which the plan before it samples. That plan samples
+    one for each of its own sequences; sampled_rows[i] says which of them is `scheduled[i]`.
+    """
 
     scheduled: tuple[ScheduledSequence, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
+    sampled_rows: tuple[int, ...] | None = None
 
     @property
     def num_tokens(self) -> int:
         return sum(s.num_tokens for s in self.scheduled)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampledToken:
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class Pending(Protocol):
+    """A step that has been launched. A device may still be at it."""
+
+    def is_done(self) -> bool: ...
+
+    def wait(self) -> Row[Row[SampledToken]]:
+        """Per scheduled sequence, its `num_samples` tokens. Raises what went wrong in the step."""
+
+
+@dataclass(slots=True)
+class Done:
+    """A step that was computed when it was launched."""
+
+    samples: Row[Row[SampledToken]]
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> Row[Row[SampledToken]]:
+        return self.samples
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The model runner: executes plans.
 
-    plan ──> copy blocks ──> batch ──> forward ──> logits of sampled rows ──> sampler ──> tokens
+    plan ──> copy blocks ──┬─> batch ──> forward ──> logits of sampled rows ─┬─> sampler ──> tokens
+                           └─> replay of a captured decode step (on a GPU) ──┘
 
 `load_runner` makes one from a worker's options: device, type, weights, size of the pool, pool, and a first step, so that no request
 pays for what happens once.
@@ -12,15 +13,19 @@ import logging
 import os
 from math import prod
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from shared.engine import sizing
-from shared.engine.batch import build_batch
+from shared.engine.batch import build_batch, known_token_ids
+from shared.engine.decode_graphs import DecodeGraphs, capture_ladder, graphs_bytes
 from shared.engine.kv_pool import KvPool
 from shared.engine.plan import Plan, SampledToken, ScheduledSequence
 from shared.engine.pool_memory import SharedStorage, Storage, zeroed_storage
-from shared.engine.sampler import Sampler
+from shared.engine.sampler import Sampler, Samples
 from shared.engine.sequence import Sequence
+from shared.engine.staging import to_device
 from shared.errors import ConfigError
 from shared.kernels import load_kernels
 from shared.models.checkpoint import open_checkpoint
@@ -41,28 +46,54 @@ log = logging.getLogger(__name__)
 class ModelRunner:
     """Used by one thread at a time. `pool` may be read and written by others, on blocks that no plan in progress has."""
 
-    def __init__(self, model: Decoder, pool: KvPool, max_model_len: int) -> None:
+    def __init__(self, model: Decoder, pool: KvPool, max_model_len: int, decode_graphs: DecodeGraphs | None = None) -> None:
         self.model = model
         self.pool = pool
         self.max_model_len = max_model_len
+        self._decode_graphs = decode_graphs
         self._sampler = Sampler(model.kernels)
+        self._sampled = torch.empty(0, dtype=torch.int64)  # on the device, by the step launched last
 
     @property
     def vocab_size(self) -> int:
         return self.model.config.vocab_size
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a launched step is computed while the host does something else."""
+        return self.pool.device.type == "cuda"
+
     @torch.inference_mode()
+    def launch(self, plan: Plan) -> Samples:
+        """Starts a step. One that was planned ahead takes its tokens from the step launched before it."""
+        self.pool.copy(plan.copies)
+        samples = self._sampler.launch(self._logits(plan), plan.scheduled)
+        self._sampled = samples.token_ids
+        return samples
+
     def execute(self, plan: Plan) -> list[list[SampledToken]]:
         """Per scheduled sequence, its `num_samples` tokens. Raises NotFiniteLogits if the model gives no numbers for one."""
-        self.pool.copy(plan.copies)
-        if not plan.scheduled:
-            return []
+        return self.launch(plan).wait()
+
+    def _logits(self, plan: Plan) -> Tensor:
+        """[R, V]: of the last token of each sequence that samples, in the plan's order."""
+        token_ids = self._token_ids(plan)
+        if self._decode_graphs is not None and self._decode_graphs.can_run(plan):
+            return self._decode_graphs.run(plan, token_ids)
         batch = build_batch(plan, self.pool.geometry.block_size, self.pool.device)
-        hidden = self.model.forward(batch.token_ids, self.pool.layers, batch.attention)
+        hidden = self.model.forward(token_ids, self.pool.layers, batch.attention)
         if not len(batch.sample_rows):
-            return [[] for _ in plan.scheduled]
-        logits = self.model.logits(hidden[batch.sample_rows])
-        return self._sampler.sample(logits, plan.scheduled)
+            return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
+        return self.model.logits(hidden[batch.sample_rows])
+
+    def _token_ids(self, plan: Plan) -> Tensor:
+        """[T]: the tokens that the plan computes."""
+        device = self.pool.device
+        if plan.sampled_rows is None:
+            return to_device(known_token_ids(plan), device)
+        if len(plan.sampled_rows) == len(self._sampled):
+            return self._sampled
+        return self._sampled[to_device(np.array(plan.sampled_rows, np.int64), device)]
 
 
 def load_runner(config: WorkerConfig, role: Role) -> ModelRunner:
@@ -94,7 +125,11 @@ def load_runner(config: WorkerConfig, role: Role) -> ModelRunner:
     num_blocks = _num_blocks(config, role, model, geometry, max_model_len, device)
     sizing.check_pool(num_blocks, geometry, max_model_len)
     storage = _storage(config, role, device)
-    runner = ModelRunner(model, KvPool(geometry, num_blocks, device, kernels, storage), max_model_len)
+    pool = KvPool(geometry, num_blocks, device, kernels, storage)
+    graphs = None
+    if _captures(config, role, model, device):
+        graphs = capture_ladder(model, pool, max_model_len, config.max_num_seqs)
+    runner = ModelRunner(model, pool, max_model_len, graphs)
     notify_progress("warming up")
     runner.execute(_full_plan(runner, num_tokens=2, num_seqs=2))
     log.info(
@@ -126,6 +161,11 @@ def _choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def _captures(config: WorkerConfig, role: Role, model: Decoder, device: torch.device) -> bool:
+    """Whether decode steps are captured. A prefill worker has none."""
+    return device.type == "cuda" and model.kernels.is_capturable and role is not Role.PREFILL and not config.enforce_eager
+
+
 def _num_blocks(
     config: WorkerConfig, role: Role, model: Decoder, geometry: KvGeometry, max_model_len: int, device: torch.device
 ) -> int:
@@ -138,7 +178,7 @@ def _num_blocks(
 def _measure_step(
     config: WorkerConfig, role: Role, model: Decoder, geometry: KvGeometry, max_model_len: int, device: torch.device
 ) -> int:
-    """GPU memory that the largest step takes besides weights and pool, allocator's waste included."""
+    """GPU memory that the largest step and captured decode steps take besides weights and pool, allocator's waste included."""
     num_tokens = sizing.max_step_tokens(config, role)
     pool = KvPool(geometry, sizing.num_blocks_of(num_tokens, geometry.block_size) + 1, device, model.kernels)
     runner = ModelRunner(model, pool, max_model_len)
@@ -147,6 +187,9 @@ def _measure_step(
     before = torch.cuda.memory_reserved(device)
     runner.execute(_full_plan(runner, num_tokens, config.max_num_seqs))
     step_bytes = torch.cuda.max_memory_reserved(device) - before
+    torch.cuda.empty_cache()
+    if _captures(config, role, model, device):
+        step_bytes += graphs_bytes(model, pool, max_model_len, config.max_num_seqs)
     del runner, pool
     torch.cuda.empty_cache()
     return step_bytes

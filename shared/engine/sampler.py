@@ -20,10 +20,11 @@ from torch import Tensor
 
 from shared.engine.penalties import adjust_logits, needs_adjusting
 from shared.engine.plan import SampledToken, ScheduledSequence
+from shared.engine.staging import Fence, to_device, to_host
 from shared.engine.uniform import uniforms
 from shared.errors import Internal
 from shared.kernels.interface import Kernels, SamplingBatch
-from shared.request import SamplingParams, choice_seed
+from shared.request import choice_seed
 
 
 class NotFiniteLogits(Internal):
@@ -34,63 +35,95 @@ class NotFiniteLogits(Internal):
         self.request_ids = request_ids
 
 
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """In host memory, for the A of a step's rows that ask and the N tokens that these sample."""
+
+    rows: Sequence[int]  # [A] which rows of the step
+    own: Tensor  # [N] of the sampled tokens
+    top_values: Tensor  # [A, k] of the best tokens
+    top_ids: Tensor  # [A, k]
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The tokens of a step. On a GPU they may still be on their way."""
+
+    scheduled: Sequence[ScheduledSequence]
+    token_ids: Tensor  # [N] int64, on the device: num_samples of each sequence, in the plan's order
+    host_token_ids: Tensor  # [N]
+    largest: Tensor  # [R], host memory: greatest logit of each row; NaN if any is, infinite if one is or none is finite
+    logprobs: _Logprobs | None
+    fence: Fence
+
+    def is_done(self) -> bool:
+        return self.fence.is_passed()
+
+    def wait(self) -> list[list[SampledToken]]:
+        """num_samples tokens for every scheduled sequence. Raises NotFiniteLogits."""
+        self.fence.wait()
+        rows = [s for s in self.scheduled if s.num_samples]
+        bad = [s.sequence.id for s, value in zip(rows, self.largest.tolist(), strict=True) if not math.isfinite(value)]
+        if bad:
+            raise NotFiniteLogits(bad)
+        tokens = iter([SampledToken(token_id) for token_id in self.host_token_ids.tolist()])
+        samples = [[next(tokens) for _ in range(s.num_samples)] for s in self.scheduled]
+        if self.logprobs is not None:
+            _attach(self.logprobs, rows, [tokens for tokens in samples if tokens])
+        return samples
+
+
 class Sampler:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def sample(self, logits: Tensor, scheduled: Sequence[ScheduledSequence]) -> list[list[SampledToken]]:
-        """logits [R, V] float32, one row per scheduled sequence with num_samples > 0, in order; may be overwritten. Returns
-        num_samples tokens for every scheduled sequence. Raises NotFiniteLogits."""
+    def launch(self, logits: Tensor, scheduled: Sequence[ScheduledSequence]) -> Samples:
+        """logits [R, V] float32, one row per scheduled sequence with num_samples > 0, in order; may be overwritten."""
         rows = [s for s in scheduled if s.num_samples]
-        if not rows:
-            return [[] for _ in scheduled]
-        samples = iter(self._samples(logits, rows))
-        return [next(samples) if s.num_samples else [] for s in scheduled]
-
-    def _samples(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> list[list[SampledToken]]:
-        # A row's maximum is NaN if any element is, and infinite if one is +inf or all are -inf.
-        largest = logits.amax(-1)
+        largest = to_host(logits.amax(-1))
         asking = [i for i, s in enumerate(rows) if s.sequence.request.sampling.num_logprobs is not None]
-        raw = logits[torch.tensor(asking, device=logits.device)].log_softmax(-1) if asking else None
+        raw = logits[_index(asking, logits.device)].log_softmax(-1) if asking else None
         token_ids = self._choose(logits, rows)
-        _check_finite(largest, rows)
-        samples = [[SampledToken(t) for t in ids] for ids in token_ids]
-        if raw is not None:
-            for i, tokens in zip(asking, _with_logprobs(raw, [(rows[i], token_ids[i]) for i in asking]), strict=True):
-                samples[i] = tokens
-        return samples
+        logprobs = None if raw is None else _logprobs(raw, token_ids, rows, asking)
+        return Samples(scheduled, token_ids, to_host(token_ids), largest, logprobs, Fence(logits.device))
 
-    def _choose(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> list[list[int]]:
-        """num_samples token ids per row."""
-        adjusted = [i for i, s in enumerate(rows) if needs_adjusting(s.sequence)]
+    def _choose(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor:
+        """[N]: num_samples token ids for each row."""
+        if not rows:
+            return torch.empty(0, dtype=torch.int64, device=logits.device)
+        adjusted = [i for i, s in enumerate(rows) if needs_adjusting(s)]
         if adjusted:
-            index = torch.tensor(adjusted, device=logits.device)
+            index = _index(adjusted, logits.device)
             part = logits[index]
-            adjust_logits(part, [rows[i].sequence for i in adjusted])
+            adjust_logits(part, [rows[i] for i in adjusted])
             logits[index] = part
-        counts = [s.num_samples for s in rows]
-        if max(counts) > 1:
-            logits = logits.repeat_interleave(torch.tensor(counts, device=logits.device), dim=0)
-        chosen = iter(self._kernels.sample(logits, _sampling_batch(rows, logits.device)).tolist())
-        return [[next(chosen) for _ in range(count)] for count in counts]
+        owners = _owners(rows)
+        if len(owners) > len(rows):
+            logits = logits[_index(owners, logits.device)]
+        token_ids = self._kernels.sample(logits, _sampling_batch(rows, logits.device))
+        # Of logits that are not finite any number may come, and it is used as an index before it is refused.
+        return token_ids.clamp_(0, logits.shape[1] - 1)
 
 
-def _check_finite(largest: Tensor, rows: Sequence[ScheduledSequence]) -> None:
-    """largest [R]: the greatest logit of each row."""
-    bad = [s.sequence.id for s, value in zip(rows, largest.tolist(), strict=True) if not math.isfinite(value)]
-    if bad:
-        raise NotFiniteLogits(bad)
+def _owners(rows: Sequence[ScheduledSequence]) -> list[int]:
+    """[N]: the row of each sampled token."""
+    return [i for i, s in enumerate(rows) for _ in range(s.num_samples)]
 
 
 def _sampling_batch(rows: Sequence[ScheduledSequence], device: torch.device) -> SamplingBatch:
-    draws = [_Draw(s.sequence.request.sampling, seed, s.start + s.num_tokens) for s in rows for seed in _seeds(s)]
-    params = [d.sampling for d in draws]
-    floats = np.array([[p.temperature, p.top_p, p.min_p] for p in params], np.float32)
-    numbers = uniforms([d.seed for d in draws], [d.position for d in draws])
-    temperature, top_p, min_p, drawn = torch.from_numpy(np.concatenate((floats, numbers[:, None]), axis=1).T.copy()).to(device)
+    params, seeds, positions = [], [], []
+    for s in rows:
+        for choice in _choices(s):
+            params.append(s.sequence.request.sampling)
+            seeds.append(choice_seed(params[-1].seed, choice))
+            positions.append(s.end)
+    columns = np.empty((4, len(params)), np.float32)
+    columns[:3] = np.array([(p.temperature, p.top_p, p.min_p) for p in params]).T
+    columns[3] = uniforms(seeds, positions)
+    temperature, top_p, min_p, drawn = to_device(columns, device)
     return SamplingBatch(
         temperature=temperature,
-        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64).to(device),
+        top_k=_index([p.top_k for p in params], device),
         top_p=top_p,
         min_p=min_p,
         uniforms=drawn,
@@ -99,29 +132,33 @@ def _sampling_batch(rows: Sequence[ScheduledSequence], device: torch.device) -> 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Draw:
-    sampling: SamplingParams
-    seed: int
-    position: int  # absolute index of the new token
+def _choices(scheduled: ScheduledSequence) -> Sequence[int]:
+    """The outputs that this row is sampled for: all n where the sequence forks, else its own."""
+    return range(scheduled.num_samples) if scheduled.num_samples > 1 else (scheduled.sequence.choice,)
 
 
-def _seeds(scheduled: ScheduledSequence) -> list[int]:
-    """Of each output that this row is sampled for: all n where the sequence forks, else its own."""
-    sequence, seed = scheduled.sequence, scheduled.sequence.request.sampling.seed
-    choices = range(scheduled.num_samples) if scheduled.num_samples > 1 else (sequence.choice,)
-    return [choice_seed(seed, choice) for choice in choices]
+def _logprobs(raw: Tensor, token_ids: Tensor, rows: Sequence[ScheduledSequence], asking: Sequence[int]) -> _Logprobs:
+    """raw [A, V]: log-probabilities of the rows that ask; token_ids [N] of all rows."""
+    place = {row: i for i, row in enumerate(asking)}
+    wanted = [(place[row], n) for n, row in enumerate(_owners(rows)) if row in place]
+    index = _index([i for i, _ in wanted], raw.device), token_ids[_index([n for _, n in wanted], raw.device)]
+    top = raw.topk(min(max(_num_logprobs(rows[row]) for row in asking), raw.shape[1]), dim=-1)
+    return _Logprobs(asking, to_host(raw[index]), to_host(top.values), to_host(top.indices))
 
 
-def _with_logprobs(raw: Tensor, chosen: Sequence[tuple[ScheduledSequence, list[int]]]) -> list[list[SampledToken]]:
-    """raw [A, V]: log-probabilities of the A rows that ask; chosen: the row's sequence and its sampled ids."""
-    wanted = [s.sequence.request.sampling.num_logprobs or 0 for s, _ in chosen]
-    top = raw.topk(min(max(wanted), raw.shape[1]), dim=-1)
-    top_values, top_ids = top.values.tolist(), top.indices.tolist()
-    owners = torch.tensor([row for row, (_, ids) in enumerate(chosen) for _ in ids], device=raw.device)
-    own = iter(raw[owners, torch.tensor([t for _, ids in chosen for t in ids], device=raw.device)].tolist())
-    result = []
-    for row, (_, ids) in enumerate(chosen):
-        best = tuple(zip(top_ids[row][: wanted[row]], top_values[row][: wanted[row]], strict=True))
-        result.append([SampledToken(t, next(own), best) for t in ids])
-    return result
+def _attach(logprobs: _Logprobs, rows: Sequence[ScheduledSequence], samples: Sequence[Sequence[SampledToken]]) -> None:
+    """To the tokens sampled for each row."""
+    own = iter(logprobs.own.tolist())
+    for row, ids, values in zip(logprobs.rows, logprobs.top_ids.tolist(), logprobs.top_values.tolist(), strict=True):
+        count = _num_logprobs(rows[row])
+        best = tuple(zip(ids[:count], values[:count], strict=True))
+        for token in samples[row]:
+            token.logprob, token.top_logprobs = next(own), best
+
+
+def _num_logprobs(scheduled: ScheduledSequence) -> int:
+    return scheduled.sequence.request.sampling.num_logprobs or 0
+
+
+def _index(values: Sequence[int], device: torch.device) -> Tensor:
+    return to_device(np.array(values, np.int64), device)

@@ -19,7 +19,9 @@ is preempted. So the oldest running sequence keeps its blocks and advances in ev
 the oldest. Blocks that are held or reserved are the exception: they come back when their transfer ends or its deadline passes,
 which is their owner's duty. No reservation takes what the head of the queue needs, so what comes back goes there.
 
-Between `schedule` and `update` every other method may be called. Blocks of the plan in flight are freed by `update`, not before.
+Between `schedule` and `update` every other method may be called. Meanwhile `schedule_ahead` may plan one step more (see
+`shared/engine/lookahead.py`). Blocks of a plan in flight are freed by the `update` of the last plan that has them, not before: a
+step that was launched ahead for a sequence that has ended still writes to them.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from collections.abc import Iterator
 
 from shared.block_hash import hash_seed
 from shared.engine.blocks import BlockManager
+from shared.engine.limits import Limits
+from shared.engine.lookahead import plan_ahead
 from shared.engine.plan import Event, Plan, Progress, SampledToken, ScheduledSequence
 from shared.engine.sequence import Sequence, Status
-from shared.errors import ConfigError, CorruptTransfer, InvalidRequest, StaleTransfer
+from shared.errors import CorruptTransfer, InvalidRequest, StaleTransfer
 from shared.request import FinishReason, Output, Request, Token, finish_reason
 
 MAX_SPARE_BLOCKS = 64  # enough that growth rarely preempts, little enough not to matter in a real pool
@@ -43,26 +47,14 @@ class Scheduler:
     def __init__(
         self, blocks: BlockManager, *, digest: str, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
     ) -> None:
-        pool_tokens = blocks.num_usable_blocks * blocks.block_size
-        if max_num_batched_tokens < max_num_seqs:
-            raise ConfigError(
-                f"--max-num-batched-tokens is {max_num_batched_tokens}; it must be at least --max-num-seqs ({max_num_seqs}), "
-                "so that every running sequence can get its next token in each step"
-            )
-        if max_model_len > pool_tokens:
-            raise ConfigError(
-                f"--max-model-len is {max_model_len}, but the KV pool holds {pool_tokens} tokens; lower it, "
-                "or raise --num-blocks or the memory for KV"
-            )
+        self._limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len)
+        self._limits.check_pool(blocks.num_usable_blocks * blocks.block_size)
         self.blocks = blocks
         self._digest = digest
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_model_len = max_model_len
         self._live: dict[str, list[Sequence]] = {}  # every unfinished sequence, by request
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
-        self._in_flight = Plan()
+        self._in_flight: deque[Plan] = deque()  # at most two, the second one made ahead
         self.num_preemptions = 0  # since the start
 
     # --- arrivals and departures
@@ -119,33 +111,48 @@ class Scheduler:
             self._retire(sequence)
         return bool(sequences)
 
-    # --- one step: schedule, then (elsewhere) copies, forward pass and sampling, then update
+    # --- one step: schedule, then (elsewhere) copies, forward pass and sampling, then update; between them, the step after it
 
     def schedule(self) -> Plan:
-        assert not self._in_flight.scheduled, "the last plan has not been updated"
+        """The next step. Without sequences, it needs no update: a preemption made room, and nothing else could be done."""
+        assert not self._in_flight, "the last plan has not been updated"
         decodes = self._make_room_for_decodes()
         copies = [copy for sequence in decodes for copy in self._grow(sequence)]
         scheduled = [_scheduled(sequence, 1) for sequence in decodes]
-        budget = self._max_num_batched_tokens - len(scheduled)
+        budget = self._limits.max_num_batched_tokens - len(scheduled)
         for sequence in self._seated():
             if budget and sequence.num_uncomputed_tokens > 1:
                 scheduled.append(_scheduled(sequence, min(budget, sequence.num_uncomputed_tokens)))
                 budget -= scheduled[-1].num_tokens
         scheduled.extend(self._admit(budget))
         scheduled.sort(key=lambda item: item.num_tokens > 1)  # stable: single tokens first
-        self._in_flight = Plan(tuple(scheduled), tuple(copies))
-        return self._in_flight
+        plan = Plan(tuple(scheduled), tuple(copies))
+        if scheduled:
+            self._in_flight.append(plan)
+        return plan
+
+    def schedule_ahead(self) -> Plan | None:
+        """The step after the one in flight, if that can be told and `schedule` would have nothing better to do than to go on."""
+        (plan,) = self._in_flight
+        ahead = plan_ahead(plan, self._limits.max_model_len)
+        if ahead is None or self._others_are_due(plan, ahead):
+            return None
+        full = [s.sequence for s in ahead.scheduled if s.start == len(s.sequence.block_table) * self.blocks.block_size]
+        if not self.blocks.append_blocks(full):
+            return None
+        self._in_flight.append(ahead)
+        return ahead
 
     def update(self, plan: Plan, samples: abc.Sequence[abc.Sequence[SampledToken]]) -> list[Event]:
         """Takes over what a step gave. samples[i] holds `plan.scheduled[i].num_samples` tokens; those of a sequence aborted since
         `schedule` are not looked at."""
-        assert plan is self._in_flight, "this plan is not in flight"
-        self._in_flight = Plan()
+        oldest = self._in_flight.popleft()
+        assert plan is oldest, "another plan has been in flight for longer"
         events: list[Event] = []
         for item, tokens in zip(plan.scheduled, samples, strict=True):
             sequence = item.sequence
-            if sequence.status is Status.FINISHED:  # aborted during the step: only now nobody writes to its blocks
-                self.blocks.free(sequence)
+            if sequence.status is Status.FINISHED:  # aborted during the step, or ended by the one before
+                self._free_if_idle(sequence)
                 continue
             self.blocks.mark_computed(sequence, item.start + item.num_tokens)
             if sequence.hold:
@@ -155,10 +162,11 @@ class Scheduler:
         return events
 
     def discard(self, plan: Plan) -> None:
-        """The step failed and counts for nothing: those in it that have been aborted give their blocks back, the others are due
-        again. One of these whose block was to be copied starts over, because nobody knows whether the copy was made."""
-        assert plan is self._in_flight, "this plan is not in flight"
-        self._in_flight = Plan()
+        """The step failed and counts for nothing, nor does one made ahead of its end: those in it that have been aborted give their
+        blocks back, the others are due again. One of these whose block was to be copied starts over, because nobody knows whether
+        the copy was made."""
+        assert plan is self._in_flight[0], "another plan has been in flight for longer"
+        self._in_flight.clear()
         targets = {target for _, target in plan.copies}
         for item in reversed(plan.scheduled):  # newest first, so that the oldest ends up at the head of the queue
             sequence = item.sequence
@@ -203,8 +211,9 @@ class Scheduler:
     def check(self) -> None:
         """Recounts blocks and states. Raises AssertionError on the first discrepancy."""
         live = self.sequences()
-        retired = [item.sequence for item in self._in_flight.scheduled if item.sequence.status is Status.FINISHED]
-        self.blocks.check([*live, *retired])
+        in_flight = dict.fromkeys(item.sequence for plan in self._in_flight for item in plan.scheduled)
+        assert all(sequence.block_table for sequence in in_flight), "blocks that a step writes to have been freed"
+        self.blocks.check([*live, *(sequence for sequence in in_flight if sequence.status is Status.FINISHED)])
         for status, members in ((Status.WAITING, self._waiting), (Status.RUNNING, self._running)):
             assert len(members) == self._count(status), f"{len(members)} sequences in line, {self._count(status)} are {status.name}"
             assert all(sequence.status is status for sequence in members), f"a sequence in line is not {status.name}"
@@ -213,7 +222,7 @@ class Scheduler:
             assert bool(sequence.block_table) == (sequence.status is not Status.WAITING), f"{sequence.id}: blocks in wrong state"
             is_complete = sequence.num_uncomputed_tokens == 0
             assert is_complete <= (sequence.status in (Status.HELD, Status.RESERVED)), f"{sequence.id} has nothing to compute"
-            assert sequence.num_tokens < self._max_model_len, f"{sequence.id} is too long"
+            assert sequence.num_tokens < self._limits.max_model_len, f"{sequence.id} is too long"
 
     # --- the steps of schedule
 
@@ -244,18 +253,20 @@ class Scheduler:
 
     def _seated(self) -> list[Sequence]:
         """The oldest running sequences, as many as have a seat."""
-        num_free_seats = self._max_num_seqs
+        num_free_seats = self._limits.max_num_seqs
         for index, sequence in enumerate(self._running):
-            num_free_seats -= _num_seats(sequence)
+            num_free_seats -= sequence.num_seats
             if num_free_seats < 0:
                 return self._running[:index]
         return self._running
 
     def _admit(self, budget: int) -> Iterator[ScheduledSequence]:
-        num_free_seats = self._max_num_seqs - sum(_num_seats(sequence) for sequence in self._running)
+        if not budget or not self._waiting:
+            return
+        num_free_seats = self._limits.max_num_seqs - sum(sequence.num_seats for sequence in self._running)
         while budget and self._waiting:
             sequence = self._waiting[0]
-            num_free_seats -= _num_seats(sequence)
+            num_free_seats -= sequence.num_seats
             if num_free_seats < 0 or not self._allocate(*self._newcomer(sequence)):
                 return
             self._running.append(self._waiting.popleft())
@@ -263,6 +274,21 @@ class Scheduler:
             num_tokens = min(budget, sequence.num_uncomputed_tokens)
             budget -= num_tokens
             yield _scheduled(sequence, num_tokens)
+
+    def _others_are_due(self, plan: Plan, ahead: Plan) -> bool:
+        """Whether the step after `plan` may have sequences that `ahead`, its continuation, does not have."""
+        planned = {item.sequence for item in plan.scheduled}
+        seated = self._seated()
+        if not planned.issuperset(seated):
+            return True
+        if len(ahead.scheduled) < len(plan.scheduled):  # somebody leaves
+            return bool(self._waiting) or len(seated) < len(self._running)
+        return bool(self._waiting) and self._can_admit(self._waiting[0])
+
+    def _can_admit(self, head: Sequence) -> bool:
+        """Whether the head of the queue finds seats and blocks."""
+        num_seats = sum(sequence.num_seats for sequence in (head, *self._running))
+        return num_seats <= self._limits.max_num_seqs and self.blocks.can_allocate(*self._newcomer(head))
 
     def _newcomer(self, sequence: Sequence) -> tuple[Sequence, int, int]:
         """The terms of admission, as arguments of `allocate`: at least the last token is recomputed, because the next one is
@@ -319,7 +345,7 @@ class Scheduler:
         """What is to be emitted for this next token of the sequence."""
         request, index = sequence.request, sequence.num_output_tokens
         reason = finish_reason(request.sampling, token.token_id, index)
-        if reason is None and sequence.num_tokens + 1 >= self._max_model_len:
+        if reason is None and sequence.num_tokens + 1 >= self._limits.max_model_len:
             reason = FinishReason.LENGTH
         is_first = index == request.num_emitted
         num_cached_tokens = min(sequence.num_cached_tokens, request.num_prompt_tokens) if is_first else 0
@@ -330,20 +356,7 @@ class Scheduler:
 
     def _accept(self, sequence: Sequence) -> None:
         """Raises InvalidRequest if the sequence can never be served; otherwise gives it the root of its block hashes."""
-        num_tokens, sampling = sequence.num_tokens, sequence.request.sampling
-        if num_tokens >= self._max_model_len:
-            raise InvalidRequest(
-                f"prompt has {num_tokens} tokens; it must have fewer than {self._max_model_len}, the longest sequence served, "
-                "to leave room for output",
-                param="prompt",
-            )
-        if sampling.n > self._max_num_seqs:
-            raise InvalidRequest(f"n is {sampling.n}; it must be at most {self._max_num_seqs} here", param="n")
-        if sequence.request.num_emitted >= sampling.max_tokens:
-            raise InvalidRequest(
-                f"max_tokens is {sampling.max_tokens}, but {sequence.request.num_emitted} output tokens exist already",
-                param="max_tokens",
-            )
+        self._limits.check_sequence(sequence)
         if sequence.id in self._live:
             raise InvalidRequest(f"request_id {sequence.id!r} is in use; it must be new", param="request_id")
         sequence.hash_seed = hash_seed(self._digest, sequence.request.cache_salt)
@@ -362,16 +375,15 @@ class Scheduler:
         choices.remove(sequence)
         if not choices:
             del self._live[sequence.id]
-        if not any(item.sequence is sequence for item in self._in_flight.scheduled):
+        self._free_if_idle(sequence)
+
+    def _free_if_idle(self, sequence: Sequence) -> None:
+        """Frees the blocks of a finished sequence, unless a step in flight writes to them."""
+        if not any(item.sequence is sequence for plan in self._in_flight for item in plan.scheduled):
             self.blocks.free(sequence)
 
     def _count(self, status: Status) -> int:
         return sum(1 for choices in self._live.values() for sequence in choices if sequence.status is status)
-
-
-def _num_seats(sequence: Sequence) -> int:
-    """Places in a step: a sequence that is going to fork takes those of all its outputs from the start."""
-    return sequence.request.sampling.n if sequence.is_forking and not sequence.hold else 1
 
 
 def _scheduled(sequence: Sequence, num_tokens: int) -> ScheduledSequence:

@@ -62,3 +62,9 @@ class Sequence:
     def is_forking(self) -> bool:
         """The next sampling gives one token for each of the request's n outputs, and makes n sequences of this one."""
         return self.request.sampling.n > 1 and self.choice == 0 and self.num_output_tokens == self.request.num_emitted
+
+    @property
+    def num_seats(self) -> int:
+        """Places in a step: a sequence that is going to fork takes those of all its outputs from the start."""
+        n = self.request.sampling.n
+        return n if n > 1 and self.is_forking and not self.hold else 1

@@ -44,6 +44,7 @@ class Kernels(Protocol):
     also hold int8 or float8_e4m3fn with scales."""
 
     name: str
+    is_capturable: bool  # launches hang on shapes and host integers alone, so that a CUDA graph may repeat them
 
     def pack_linear(self, weight: Tensor) -> Any:
         """Prepares a weight [E_out, E_in] once, at load; the result is opaque and goes to `linear`."""

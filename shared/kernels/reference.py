@@ -19,6 +19,7 @@ _QUERY_SLICE = 256
 
 class ReferenceKernels:
     name = "reference"
+    is_capturable = False  # reads lengths back to the host, and gathers as many keys as there may be
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         return weight

@@ -70,9 +70,10 @@ class Decoder:
             x = kernels.add_rms_norm(x, residual, next_norm, eps)
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, E], rows of what `forward` returned -> [N, V] float32."""
-        return self._linear(self._weights.head, hidden).float()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden [N, E], rows of what `forward` returned -> [N, V] float32, in `out` if given."""
+        logits = self._linear(self._weights.head, hidden)
+        return logits.float() if out is None else out.copy_(logits)
 
     def _attention(self, layer: Layer, x: Tensor, kv_layer: KvLayer, batch: AttentionBatch, window: int) -> Tensor:
         config, kernels = self.config, self.kernels

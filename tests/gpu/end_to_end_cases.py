@@ -1,4 +1,5 @@
-"""Tiny random models on the GPU: what the runner samples greedily is what transformers, on the same GPU, finds best.
+"""Tiny random models on the GPU: what the runner samples greedily is what transformers, on the same GPU, finds best, with decode
+steps as CUDA graphs and without.
 
 Run by `python -m bench.gpu_check`; the name keeps pytest from collecting it where there is no GPU.
 """
@@ -44,17 +45,40 @@ def margins(model: PreTrainedModel, sequence: Sequence) -> torch.Tensor:
     return logits.max(dim=1).values - chosen
 
 
-@pytest.mark.parametrize("dtype", MARGINS)
-@pytest.mark.parametrize("kind", ["llama", "llama-biased", "mistral", "qwen2-window", "qwen3"])
-def test_greedy_tokens_are_the_best_by_transformers(kind: str, dtype: str, tmp_path: Path) -> None:
-    model = make_tiny_model(kind, tmp_path).to(DEVICE)
-    runner = tiny_runner(tmp_path, device=DEVICE, kernels="auto", dtype=dtype, num_blocks=64)
-    rng = random.Random(kind)
+def generate(runner: ModelRunner, seed: str) -> list[Sequence]:
+    """Sequences that reach decoding one after the other, so that the batch size of decode steps varies."""
+    rng = random.Random(seed)
     sequences = [
         make_sequence([rng.randrange(3, VOCAB_SIZE) for _ in range(length)], 1 + i * NUM_BLOCKS_EACH, NUM_BLOCKS_EACH)
         for i, length in enumerate(PROMPT_LENS)
     ]
     while unfinished := [s for s in sequences if s.num_output_tokens < NUM_OUTPUT_TOKENS]:
         step(runner, unfinished)
-    for sequence in sequences:
+    return sequences
+
+
+@pytest.mark.parametrize("dtype", MARGINS)
+@pytest.mark.parametrize("kind", ["llama", "llama-biased", "mistral", "qwen2-window", "qwen3"])
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_greedy_tokens_are_the_best_by_transformers(enforce_eager: bool, kind: str, dtype: str, tmp_path: Path) -> None:
+    model = make_tiny_model(kind, tmp_path).to(DEVICE)
+    runner = tiny_runner(tmp_path, device=DEVICE, kernels="auto", dtype=dtype, num_blocks=64, enforce_eager=enforce_eager)
+    for sequence in generate(runner, seed=kind):
         assert float(margins(model, sequence).max()) <= MARGINS[dtype]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2-window"])
+def test_replayed_steps_give_the_tokens_of_eager_ones(kind: str, tmp_path: Path) -> None:
+    make_tiny_model(kind, tmp_path)
+    options = {"device": DEVICE, "kernels": "auto", "dtype": "float32", "num_blocks": 64}
+    replayed, eager = (generate(tiny_runner(tmp_path, enforce_eager=value, **options), seed=kind) for value in (False, True))
+    assert [s.token_ids for s in replayed] == [s.token_ids for s in eager]
+
+
+def test_the_pool_leaves_room_for_the_graphs(tmp_path: Path) -> None:
+    make_tiny_model("llama", tmp_path)
+    options = {"device": DEVICE, "kernels": "auto", "num_blocks": None, "gpu_memory_utilization": 0.5}
+    runner = tiny_runner(tmp_path, max_num_seqs=256, **options)
+    free, total = torch.cuda.mem_get_info()
+    step(runner, [make_sequence([5] * length, 1 + i * NUM_BLOCKS_EACH, NUM_BLOCKS_EACH) for i, length in enumerate(PROMPT_LENS)])
+    assert total - free <= 0.51 * total  # what libraries take at their first use is not foreseen

@@ -52,7 +52,7 @@ async def test_one_failed_step_ends_its_requests_and_three_in_a_row_the_process(
     def fail(plan: object) -> None:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(worker.runner, "execute", fail)
+    monkeypatch.setattr(worker.runner, "launch", fail)
     worker.worker.engine.start()
     for count in range(3):
         asked = request(prompt_of(5))

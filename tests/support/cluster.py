@@ -17,7 +17,7 @@ from shared.request import Output, Request, SamplingParams
 from shared.worker import Worker
 from shared.worker_config import TlsConfig, WorkerConfig
 from shared.worker_info import Role, WorkerInfo
-from tests.support.fake_runner import GEOMETRY, FakeRunner
+from tests.support.fake_runner import GEOMETRY, FakeAsyncRunner, FakeRunner
 
 _ids = itertools.count()
 
@@ -48,6 +48,8 @@ class FakeWorker:
         await self._server.stop(0)
         await self.worker.close()
         self.worker.engine.stop()
+        if isinstance(self.runner, FakeAsyncRunner):
+            self.runner.close()
 
     def info(self) -> WorkerInfo:
         return self.worker.info()

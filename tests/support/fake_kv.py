@@ -8,8 +8,9 @@ of that hash and of the choice, so that an output does not depend on how the sch
 from __future__ import annotations
 
 from collections.abc import Sequence as Row
+from dataclasses import dataclass
 
-from shared.engine.plan import Plan, SampledToken
+from shared.engine.plan import Plan, SampledToken, ScheduledSequence
 from shared.engine.sequence import Sequence
 from shared.request import FinishReason, Request, finish_reason
 
@@ -54,47 +55,88 @@ def _solo_output(request: Request, choice: int, max_model_len: int) -> _Result:
             return token_ids[len(request.token_ids) :], reason
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What a launch hands over of one sequence: nothing that the scheduler does later changes it."""
+
+    item: ScheduledSequence
+    block_table: list[int]
+    token_ids: list[int]  # those known at the launch
+    is_forking: bool
+
+
+@dataclass(frozen=True)
+class Launched:
+    plan: Plan
+    works: list[_Work]
+
+
 class FakeModel:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._kv: dict[tuple[int, int], int] = {}  # (block, offset) -> value
+        self._sampled: list[list[SampledToken]] = []  # by the step computed last
 
     def execute(self, plan: Plan) -> list[list[SampledToken]]:
+        return self.compute(self.launch(plan))
+
+    def launch(self, plan: Plan) -> Launched:
+        """To be computed later, in the order of launches."""
+        works = []
+        for item in plan.scheduled:
+            sequence = item.sequence
+            works.append(_Work(item, sequence.block_table.copy(), sequence.token_ids[: item.end], sequence.is_forking))
+        return Launched(plan, works)
+
+    def compute(self, launched: Launched) -> list[list[SampledToken]]:
         """Copies, then writes of all, then reads of all: a step in the order least kind to a scheduler that mixes blocks up."""
-        sources = {source for source, _ in plan.copies}
-        targets = [target for _, target in plan.copies]
+        self._copy(launched.plan.copies)
+        if launched.plan.sampled_rows is not None:
+            for work, row in zip(launched.works, launched.plan.sampled_rows, strict=True):
+                (token,) = self._sampled[row]
+                assert len(work.token_ids) == work.item.start, "a token that is to come from the step before is known"
+                work.token_ids.append(token.token_id)
+        for work in launched.works:
+            self._write(work.block_table, work.token_ids, work.item.start)
+        for work in launched.works:
+            self._verify(work.block_table, work.token_ids, work.item.sequence.id)
+        self._sampled = [_sample(work) for work in launched.works]
+        return self._sampled
+
+    def write(self, sequence: Sequence, start: int, end: int) -> None:
+        self._write(sequence.block_table, sequence.token_ids[:end], start)
+
+    def verify(self, sequence: Sequence, end: int) -> None:
+        """The blocks of the sequence hold the KV of exactly its first `end` tokens."""
+        self._verify(sequence.block_table, sequence.token_ids[:end], sequence.id)
+
+    def _copy(self, copies: Row[tuple[int, int]]) -> None:
+        sources = {source for source, _ in copies}
+        targets = [target for _, target in copies]
         assert len(set(targets)) == len(targets), "two copies to one block"
         assert not sources & set(targets), "the target of a copy is the source of another"
-        for source, target in plan.copies:
+        for source, target in copies:
             for offset in range(self._block_size):
                 self._kv.pop((target, offset), None)
                 if (source, offset) in self._kv:
                     self._kv[target, offset] = self._kv[source, offset]
-        for item in plan.scheduled:
-            self.write(item.sequence, item.start, item.start + item.num_tokens)
-        samples = []
-        for item in plan.scheduled:
-            self.verify(item.sequence, item.start + item.num_tokens)
-            samples.append(self._sample(item.sequence, item.num_samples))
-        return samples
 
-    def write(self, sequence: Sequence, start: int, end: int) -> None:
-        values = prefix_values(sequence.token_ids[:end])
-        for position in range(start, end):
-            self._kv[self._slot(sequence, position)] = values[position]
+    def _write(self, block_table: Row[int], token_ids: Row[int], start: int) -> None:
+        for position, value in enumerate(prefix_values(token_ids)[start:], start):
+            self._kv[self._slot(block_table, position)] = value
 
-    def verify(self, sequence: Sequence, end: int) -> None:
-        """The blocks of the sequence hold the KV of exactly its first `end` tokens."""
-        for position, value in enumerate(prefix_values(sequence.token_ids[:end])):
-            found = self._kv.get(self._slot(sequence, position))
-            assert found == value, f"{sequence.id} choice {sequence.choice}: wrong KV at {position} of {end}"
+    def _verify(self, block_table: Row[int], token_ids: Row[int], name: str) -> None:
+        for position, value in enumerate(prefix_values(token_ids)):
+            found = self._kv.get(self._slot(block_table, position))
+            assert found == value, f"{name}: wrong KV at {position} of {len(token_ids)}"
 
-    def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
-        return sequence.block_table[position // self._block_size], position % self._block_size
+    def _slot(self, block_table: Row[int], position: int) -> tuple[int, int]:
+        return block_table[position // self._block_size], position % self._block_size
 
-    def _sample(self, sequence: Sequence, num_samples: int) -> list[SampledToken]:
-        if num_samples == 0:
-            return []
-        if sequence.is_forking:
-            return first_tokens(sequence.token_ids, num_samples)
-        return [next_token(prefix_values(sequence.token_ids)[-1], sequence.choice)]
+
+def _sample(work: _Work) -> list[SampledToken]:
+    if work.item.num_samples == 0:
+        return []
+    if work.is_forking:
+        return first_tokens(work.token_ids, work.item.num_samples)
+    return [next_token(prefix_values(work.token_ids)[-1], work.item.sequence.choice)]

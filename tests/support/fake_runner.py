@@ -5,14 +5,17 @@ shows at once, and tokens depend on the whole prefix, so outputs do not depend o
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
 
 from shared.engine.kv_pool import KvPool
-from shared.engine.plan import Plan, SampledToken
+from shared.engine.plan import Done, Pending, Plan, SampledToken, ScheduledSequence
 from shared.kernels.reference import ReferenceKernels
 from shared.request import choice_seed
 from shared.worker_info import KvGeometry
@@ -42,6 +45,7 @@ class FakeRunner:
     """`gate`, when cleared, holds the engine before its next step."""
 
     vocab_size = VOCAB_SIZE
+    is_asynchronous = False
 
     def __init__(self, num_blocks: int, geometry: KvGeometry = GEOMETRY) -> None:
         self.pool = KvPool(geometry, num_blocks, torch.device("cpu"), ReferenceKernels())
@@ -50,25 +54,33 @@ class FakeRunner:
         self.gate.set()
         self.num_steps = 0
         self.fail_next: Exception | None = None
+        self._sampled: list[list[SampledToken]] = []  # by the step computed last
 
-    def execute(self, plan: Plan) -> list[list[SampledToken]]:
+    def launch(self, plan: Plan) -> Pending:
+        return Done(self._compute(_copy(plan)))
+
+    def _compute(self, launched: _Launched) -> list[list[SampledToken]]:
         self.gate.wait(30)
         self.num_steps += 1
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
-        self.pool.copy(plan.copies)
-        samples = []
-        for item in plan.scheduled:
-            sequence, end = item.sequence, item.start + item.num_tokens
-            tokens = list(sequence.token_ids[:end])
-            for position in range(item.start):
-                self._check(sequence.block_table, tokens, position)
-            for position in range(item.start, end):
-                self._slot(sequence.block_table, position).fill_(fingerprint(tokens[: position + 1]))
-            seed, first = sequence.request.sampling.seed, sequence.choice
-            samples.append([SampledToken(next_token(tokens, choice_seed(seed, first + i))) for i in range(item.num_samples)])
-        return samples
+        self.pool.copy(launched.plan.copies)
+        if launched.plan.sampled_rows is not None:
+            for work, row in zip(launched.works, launched.plan.sampled_rows, strict=True):
+                work.token_ids.append(self._sampled[row][0].token_id)
+        self._sampled = [self._compute_one(work) for work in launched.works]
+        return self._sampled
+
+    def _compute_one(self, work: _Work) -> list[SampledToken]:
+        tokens = work.token_ids
+        for position in range(work.item.start):
+            self._check(work.block_table, tokens, position)
+        for position in range(work.item.start, work.item.end):
+            self._slot(work.block_table, position).fill_(fingerprint(tokens[: position + 1]))
+        sequence = work.item.sequence
+        seed, first = sequence.request.sampling.seed, sequence.choice
+        return [SampledToken(next_token(tokens, choice_seed(seed, first + i))) for i in range(work.item.num_samples)]
 
     def _slot(self, table: Sequence[int], position: int) -> torch.Tensor:
         block_size = self.pool.geometry.block_size
@@ -78,3 +90,65 @@ class FakeRunner:
         want = float(fingerprint(tokens[: position + 1]))
         found = self._slot(table, position)
         assert bool((found == want).all()), f"KV at position {position} is not that of its prefix"
+
+
+class FakeAsyncRunner(FakeRunner):
+    """Computes as a GPU does: later than the launch, one step after the other, from what was known at the launch.
+
+    `launches` gets every plan when it is launched, `permits`, if there is one, is taken before each step is computed.
+    """
+
+    is_asynchronous = True
+
+    def __init__(self, num_blocks: int, geometry: KvGeometry = GEOMETRY) -> None:
+        super().__init__(num_blocks, geometry)
+        self.launches: queue.SimpleQueue[Plan] = queue.SimpleQueue()
+        self.permits: threading.Semaphore | None = None
+        self.fail_launch_ahead: Exception | None = None
+        self._device = ThreadPoolExecutor(max_workers=1)
+
+    def launch(self, plan: Plan) -> Pending:
+        self.launches.put(plan)
+        if plan.sampled_rows is not None and self.fail_launch_ahead is not None:
+            error, self.fail_launch_ahead = self.fail_launch_ahead, None
+            raise error
+        return _Later(self._device.submit(self._compute_later, _copy(plan)))
+
+    def close(self) -> None:
+        self._device.shutdown()
+
+    def _compute_later(self, launched: _Launched) -> list[list[SampledToken]]:
+        if self.permits is not None:
+            assert self.permits.acquire(timeout=30)
+        return self._compute(launched)
+
+
+@dataclass(frozen=True)
+class _Later:
+    result: Future[list[list[SampledToken]]]
+
+    def is_done(self) -> bool:
+        return self.result.done()
+
+    def wait(self) -> list[list[SampledToken]]:
+        return self.result.result(timeout=60)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a launch hands over of one sequence: nothing that the engine does later changes it."""
+
+    item: ScheduledSequence
+    block_table: list[int]
+    token_ids: list[int]  # those known at the launch
+
+
+@dataclass(frozen=True)
+class _Launched:
+    plan: Plan
+    works: list[_Work]
+
+
+def _copy(plan: Plan) -> _Launched:
+    works = [_Work(s, s.sequence.block_table.copy(), s.sequence.token_ids[: s.end]) for s in plan.scheduled]
+    return _Launched(plan, works)

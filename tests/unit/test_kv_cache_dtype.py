@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shared.config import parse_config
 from shared.engine import sizing
-from shared.engine.batch import build_batch
+from shared.engine.batch import build_batch, known_token_ids
 from shared.engine.kv_pool import KvPool
 from shared.engine.plan import Plan
 from shared.engine.runner import ModelRunner

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2Config, LlamaConfig, PreTrainedModel
 
-from shared.engine.batch import build_batch
+from shared.engine.batch import build_batch, known_token_ids
 from shared.engine.plan import Plan
 from shared.engine.runner import ModelRunner
 from shared.engine.sequence import Sequence
@@ -37,7 +37,7 @@ def step_logits(runner: ModelRunner, work: list[tuple[Sequence, int]]) -> list[T
     """One step of (sequence, number of its next tokens); logits of all its tokens, per sequence."""
     plan = Plan(tuple(schedule(sequence, count) for sequence, count in work))
     batch = build_batch(plan, runner.pool.geometry.block_size, CPU)
-    logits = runner.model.logits(runner.model.forward(batch.token_ids, runner.pool.layers, batch.attention))
+    logits = runner.model.logits(runner.model.forward(torch.from_numpy(known_token_ids(plan)), runner.pool.layers, batch.attention))
     for sequence, count in work:
         sequence.num_computed_tokens += count
     return list(logits.split([count for _, count in work]))

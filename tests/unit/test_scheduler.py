@@ -49,7 +49,7 @@ class Engine:
     def step(self) -> tuple[Plan, list[Event]]:
         plan = self.scheduler.schedule()
         self.scheduler.check()
-        events = self.scheduler.update(plan, self.model.execute(plan))
+        events = self.scheduler.update(plan, self.model.execute(plan)) if plan.scheduled else []
         self.scheduler.check()
         return plan, events
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shared.block_hash import block_hashes, hash_seed
 from shared.engine.blocks import BlockManager
-from shared.engine.plan import Event, Plan, Progress
+from shared.engine.plan import Event, Plan, Progress, SampledToken
 from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Sequence, Status
 from shared.request import FinishReason, Output, Request, SamplingParams
@@ -56,11 +56,28 @@ class Answer:
     finish_reason: FinishReason | None = None
 
 
+class Flight:
+    """A step that has been launched and is computed at some time after that."""
+
+    def __init__(self, model: FakeModel, plan: Plan) -> None:
+        self.plan = plan
+        self._model = model
+        self._launched = model.launch(plan)
+        self._samples: list[list[SampledToken]] | None = None
+
+    def compute(self) -> list[list[SampledToken]]:
+        if self._samples is None:
+            self._samples = self._model.compute(self._launched)
+        return self._samples
+
+
 class Traffic:
     """Clients, prefill workers and decode workers around one scheduler, all driven by one random stream."""
 
-    def __init__(self, limits: Limits, random: Random) -> None:
+    def __init__(self, limits: Limits, random: Random, looks_ahead: bool) -> None:
         self.limits = limits
+        self.looks_ahead = looks_ahead
+        self.num_ahead = 0  # steps planned ahead
         self.random = random
         self.blocks = BlockManager(limits.num_usable_blocks + 1, limits.block_size, limits.enable_prefix_caching)
         self.scheduler = Scheduler(
@@ -175,6 +192,7 @@ class Traffic:
     # --- a step
 
     def step(self, aborts: bool) -> None:
+        """One step, or, on a device that is asynchronous, the steps until none can be planned ahead."""
         had_work = self.scheduler.has_work
         preemptions = self._preemptions()
         decodes = self._seated_decodes()
@@ -183,20 +201,39 @@ class Traffic:
         preempted = {sequence for sequence, count in self._preemptions().items() if count > preemptions[sequence]}
         assert had_work == bool(plan.scheduled or preempted), "work, but nothing scheduled, or the reverse"
         self._check_plan(plan, decodes)
-        self.disturb(aborts)
-        if aborts and self.random.random() < 0.1:
-            self._fail(plan)
-            return
-        samples = self.model.execute(plan)
-        self.disturb(aborts)
-        self._deliver(self.scheduler.update(plan, samples))
-        self.check()
+        flight = Flight(self.model, plan) if plan.scheduled else None
+        while flight is not None:
+            self.disturb(aborts)
+            ahead = self._look_ahead()
+            self.disturb(aborts)
+            if aborts and self.random.random() < 0.1:
+                self._fail(flight, ahead)
+                return
+            samples = flight.compute()
+            if ahead is not None and self.random.random() < 0.5:
+                ahead.compute()
+            self.disturb(aborts)
+            self._deliver(self.scheduler.update(flight.plan, samples))
+            self.check()
+            flight = ahead
 
-    def _fail(self, plan: Plan) -> None:
+    def _look_ahead(self) -> Flight | None:
+        plan = self.scheduler.schedule_ahead() if self.looks_ahead else None
+        self.check()
+        if plan is None:
+            return None
+        self.num_ahead += 1
+        assert all(item.sequence.status is Status.RUNNING for item in plan.scheduled)
+        assert plan.num_tokens == len(plan.scheduled) <= self.limits.max_num_seqs
+        return Flight(self.model, plan)
+
+    def _fail(self, flight: Flight, ahead: Flight | None) -> None:
         """The model fails, before or after it has made the copies and written its blocks."""
         if self.random.random() < 0.5:
-            self.model.execute(plan)
-        self.scheduler.discard(plan)
+            for launched in (flight, ahead):
+                if launched is not None:
+                    launched.compute()
+        self.scheduler.discard(flight.plan)
         self.check()
 
     def _check_plan(self, plan: Plan, decodes: list[Sequence]) -> None:
@@ -285,16 +322,24 @@ def run_to_the_end(traffic: Traffic, aborts: bool) -> None:
     assert (traffic.scheduler.num_running, traffic.scheduler.num_waiting, traffic.scheduler.num_waiting_tokens) == (0, 0, 0)
 
 
-SETTINGS = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 @SETTINGS
-@given(limits(), st.integers(0, 2**32))
-def test_every_request_gets_its_own_output_and_all_blocks_come_back(limits: Limits, seed: int) -> None:
-    run_to_the_end(Traffic(limits, Random(seed)), aborts=False)
+@given(limits(), st.integers(0, 2**32), st.booleans())
+def test_every_request_gets_its_own_output_and_all_blocks_come_back(limits: Limits, seed: int, looks_ahead: bool) -> None:
+    run_to_the_end(Traffic(limits, Random(seed), looks_ahead), aborts=False)
 
 
 @SETTINGS
-@given(limits(), st.integers(0, 2**32))
-def test_aborts_and_failed_steps_at_any_moment_disturb_nobody_else_and_all_blocks_come_back(limits: Limits, seed: int) -> None:
-    run_to_the_end(Traffic(limits, Random(seed)), aborts=True)
+@given(limits(), st.integers(0, 2**32), st.booleans())
+def test_aborts_and_failed_steps_at_any_moment_disturb_nobody_else_and_all_blocks_come_back(
+    limits: Limits, seed: int, looks_ahead: bool
+) -> None:
+    run_to_the_end(Traffic(limits, Random(seed), looks_ahead), aborts=True)
+
+
+def test_random_traffic_looks_ahead_at_all() -> None:
+    traffic = Traffic(Limits(4, 24, 4, 12, 90, True), Random(1), looks_ahead=True)
+    run_to_the_end(traffic, aborts=True)
+    assert traffic.num_ahead > 20

@@ -33,6 +33,7 @@ class CpuKernels:
     """Float32 or bfloat16. The first instance on a machine compiles the kernels; raises CannotBuild (an ImportError)."""
 
     name = "cpu"
+    is_capturable = False
 
     def __init__(self) -> None:
         self._native = load_native()

@@ -21,6 +21,7 @@ class TritonKernels:
     shapes and on the host integers of a batch, so a step can be captured in a CUDA graph."""
 
     name = "triton"
+    is_capturable = True
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         return weight.contiguous()
