@@ -120,8 +120,10 @@ def logits_of(runner: ModelRunner, ids: list[int]) -> Tensor:
     sequence = make_sequence(ids, 1, 8)
     parts = []
     for count in [20] + [1] * (len(ids) - 20):
-        batch = build_batch(Plan((schedule(sequence, count),)), runner.pool.geometry.block_size, CPU)
-        parts.append(runner.model.logits(runner.model.forward(batch.token_ids, runner.pool.layers, batch.attention)))
+        plan = Plan((schedule(sequence, count),))
+        batch = build_batch(plan, runner.pool.geometry.block_size, CPU)
+        token_ids = torch.from_numpy(known_token_ids(plan))
+        parts.append(runner.model.logits(runner.model.forward(token_ids, runner.pool.layers, batch.attention)))
         sequence.num_computed_tokens += count
     return torch.cat(parts)
 
