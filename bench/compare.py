@@ -34,7 +34,7 @@ from shared.errors import ConfigError
 from shared.models.fetch import fetch_default_model
 
 _REPORTS = Path(__file__).parent / "reports"
-_START_TIMEOUT_S = 600.0  # an engine may compile kernels first
+_START_TIMEOUT_S = 1200.0  # an engine may compile kernels, or its model, first
 # An engine that answers one request at a time never catches up with arrivals, and never runs 8 streams side by side.
 _NOT_SERIAL = ("poisson", "pause")
 

@@ -73,6 +73,7 @@ def _vllm(config: CompareConfig, port: int) -> Engine | Missing:
         VLLM_CPU_KVCACHE_SPACE=str(_KV_CACHE_GIB),
         VLLM_NO_USAGE_STATS="1",
         VLLM_HOST_IP="127.0.0.1",
+        VLLM_ENGINE_READY_TIMEOUT_S="1200",  # on few cores it compiles the model for ten minutes
     )
     return Engine("vllm", (*command, *limits, "--host", "127.0.0.1", "--port", str(port)), environ)
 
