@@ -29,6 +29,8 @@ from shared.kernels.interface import Kernels
 from shared.models.dtype import DTYPES
 from shared.worker_info import KvGeometry
 
+ALL_LAYERS = slice(None)
+
 
 class KvPool:
     """`storage` makes the memory: (bytes, device) -> uint8 tensor of that length, all zero."""
@@ -60,17 +62,18 @@ class KvPool:
         """The bytes of a pool on a CPU, writable: [NB, L, 2, Hkv, bytes of one head's tokens]."""
         return split_blocks(self._host_bytes(), self.geometry)
 
-    def gather(self, block_ids: Sequence[int]) -> Tensor:
-        """Whole blocks, one after the other: [len(block_ids) * block_bytes] uint8, on the pool's device."""
+    def gather(self, block_ids: Sequence[int], layers: slice = ALL_LAYERS) -> Tensor:
+        """Those layers of some blocks, one block after the other: flat uint8, on the pool's device."""
         ids = torch.tensor(block_ids, dtype=torch.int64).to(self.kv.device)
-        return self._kernels.gather_blocks(self.kv, ids).view(torch.uint8).flatten()
+        blocks = self._kernels.gather_blocks(self.kv, ids) if layers == ALL_LAYERS else self.kv[ids, layers]
+        return blocks.view(torch.uint8).flatten()
 
-    def read_blocks(self, block_ids: Sequence[int]) -> bytes | memoryview:
-        """Whole blocks, one after the other. Waits for the device."""
+    def read_blocks(self, block_ids: Sequence[int], layers: slice = ALL_LAYERS) -> bytes | memoryview:
+        """Those layers of some blocks, one block after the other. Waits for the device."""
         if self.kv.device.type == "cpu":
-            rows = self._host_bytes().reshape(self.num_blocks, -1)
-            return b"".join([rows[b] for b in block_ids])
-        return self.gather(block_ids).cpu().numpy().data
+            blocks = self.host_blocks
+            return b"".join([blocks[b, layers].data for b in block_ids])  # layers of one block are one run of bytes
+        return self.gather(block_ids, layers).cpu().numpy().data
 
     def write_blocks(
         self,

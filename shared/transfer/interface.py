@@ -28,7 +28,7 @@ from shared.rpc import kv_pb2
 
 GRPC, SHM, NCCL, GLOO = "grpc", "shm", "nccl", "gloo"
 
-Announce = Callable[[kv_pb2.Chunk], Awaitable[None]]  # sends a chunk's header to the receiver
+Announce = Callable[[], Awaitable[None]]  # sends the chunk, as it is filled in now, to the receiver
 Payload = bytes | memoryview | Tensor
 
 
@@ -66,7 +66,7 @@ class Writer(Protocol):
         """The receiver has reserved the blocks."""
 
     async def ship(self, chunk: kv_pb2.Chunk, pool: KvPool, block_ids: Sequence[int], announce: Announce) -> None:
-        """Moves `block_ids` of `pool` as the chunk's blocks, fills in the chunk's fields and announces it, in the order that the
+        """Moves the chunk's layers of `block_ids` of `pool` as the chunk's blocks, fills in the chunk's fields and announces it, in the order that the
         transport needs. When it returns, the blocks have been read. Raises LinkLost or StaleTransfer."""
 
     def close(self) -> None:

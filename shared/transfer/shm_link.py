@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from shared.engine.kv_pool import KvPool, split_blocks
 from shared.errors import StaleTransfer
 from shared.rpc import kv_pb2
+from shared.transfer.chunks import layers_of
 from shared.transfer.interface import SHM, Announce, LinkLost, Peer, Route
 from shared.transfer.shm_socket import (
     MAX_MESSAGE_BYTES,
@@ -62,7 +63,7 @@ class ShmWriter:
             if start:
                 await asyncio.sleep(0)
             self._write(chunk, pool, block_ids[start : start + per_turn], targets[start : start + per_turn])
-        await announce(chunk)
+        await announce()
 
     def close(self) -> None:
         self.is_closed = True
@@ -71,17 +72,18 @@ class ShmWriter:
     def _write(self, chunk: kv_pb2.Chunk, pool: KvPool, sources: Sequence[int], targets: Sequence[int]) -> None:
         if self.is_closed:
             raise StaleTransfer("the receiver has ended this attempt")
-        heads = slice(chunk.first_head, chunk.first_head + chunk.num_heads)
-        for source, target in zip(_host_blocks(pool, sources), targets, strict=True):
-            self._link.blocks[target, :, :, heads] = source
+        layers, heads = layers_of(chunk), slice(chunk.first_head, chunk.first_head + chunk.num_heads)
+        for source, target in zip(_host_blocks(pool, sources, layers), targets, strict=True):
+            self._link.blocks[target, layers, :, heads] = source
 
 
-def _host_blocks(pool: KvPool, block_ids: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
-    """Each block, [L, 2, heads, bytes of one head's tokens]: in place on a CPU, read from the device first on a GPU."""
+def _host_blocks(pool: KvPool, block_ids: Sequence[int], layers: slice) -> Iterator[NDArray[np.uint8]]:
+    """Each block, [layers, 2, heads, bytes of one head's tokens]: in place on a CPU, read from the device first on a GPU."""
     if pool.kv.device.type == "cpu":
         blocks = pool.host_blocks
-        return (blocks[block_id] for block_id in block_ids)
-    return iter(split_blocks(np.frombuffer(pool.read_blocks(block_ids), dtype=np.uint8), pool.geometry))
+        return (blocks[block_id, layers] for block_id in block_ids)
+    read = np.frombuffer(pool.read_blocks(block_ids, layers), dtype=np.uint8)
+    return iter(read.reshape(len(block_ids), layers.stop - layers.start, 2, pool.geometry.num_kv_heads, -1))
 
 
 class ShmLink:

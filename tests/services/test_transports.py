@@ -279,6 +279,19 @@ class TestPair:
             both.receiver.forget(b"t" * 16)
             await both.is_baseline()
 
+    async def test_blocks_larger_than_a_chunk_go_layer_by_layer(self, transport: str) -> None:
+        async with pair(transport) as both:
+            both.expect(100)
+            sender = both.sender()
+            await sender.open(7)
+            blocks = both.reserved_blocks()
+            sender._max_chunk_bytes = GEOMETRY.block_bytes // GEOMETRY.num_layers
+            await finish(sender, 0, list(range(20, 27)))
+            assert sender._num_chunks == 7 * GEOMETRY.num_layers
+            assert torch.equal(both.worker.runner.pool.kv[blocks], both.pool.kv[20:27])
+            both.receiver.forget(b"t" * 16)
+            await both.is_baseline()
+
     @pytest.mark.parametrize("phase", ["opened", "pushed"])
     async def test_abort_in_any_phase_gives_all_back_and_the_link_is_used_again(self, transport: str, phase: str) -> None:
         async with pair(transport) as both:

@@ -24,7 +24,7 @@ from shared.worker_config import TlsConfig, WorkerConfig
 from tests.support.fake_runner import GEOMETRY
 
 
-async def _discard(chunk: kv_pb2.Chunk) -> None:
+async def _discard() -> None:
     """A header that is never sent."""
 
 
