@@ -39,11 +39,12 @@ from shared.kernels.reference import ReferenceKernels
 from shared.malloc import keep_large_buffers
 from shared.request import Request, SamplingParams, Token
 from shared.rpc import control_pb2, kv_pb2_grpc
+from shared.transfer.heads import HeadShard, PoolGroup
 from shared.transfer.hosts import Hosts
 from shared.transfer.inline import MAX_CHUNK_BYTES, InlineHost
 from shared.transfer.interface import GRPC
 from shared.transfer.receiver import Receiver
-from shared.transfer.sender import HeadShard, Sender
+from shared.transfer.sender import Sender
 from shared.transfer.service import KvTransferService
 from shared.transfer.setup import make_hosts, make_links
 from shared.worker_config import TlsConfig, WorkerConfig
@@ -102,7 +103,7 @@ class _NoModel:
 async def receive(config: TransportsConfig, transport: str) -> None:
     """Expects the transfers 0, 1, …, says where, and serves until its input ends. A number is gRPC with chunks of that size."""
     pool_blocks = 2 * config.num_blocks + 1
-    pool = KvPool(GEOMETRY, pool_blocks, CPU, ReferenceKernels(), SharedStorage())
+    pools = PoolGroup.of(KvPool(GEOMETRY, pool_blocks, CPU, ReferenceKernels(), SharedStorage()))
     blocks = BlockManager(pool_blocks, GEOMETRY.block_size, enable_prefix_caching=False)
     num_tokens = config.num_blocks * GEOMETRY.block_size
     scheduler = Scheduler(
@@ -112,8 +113,8 @@ async def receive(config: TransportsConfig, transport: str) -> None:
     if transport.isdecimal():
         hosts = Hosts([InlineHost(int(transport))])
     else:
-        hosts = make_hosts(WorkerConfig(transport=transport), pool, BOOT_ID, lambda: HOST)
-    receiver = Receiver(engine, pool, GEOMETRY, BOOT_ID, 30.0, lambda outputs: None, hosts)
+        hosts = make_hosts(WorkerConfig(transport=transport), pools, BOOT_ID, lambda: HOST)
+    receiver = Receiver(engine, pools, BOOT_ID, 30.0, lambda outputs: None, hosts)
     for number in range(config.num_transfers):
         request = Request(f"r{number}", (0,) * num_tokens, num_tokens, SamplingParams(max_tokens=1))
         receiver.expect(number.to_bytes(16, "little"), request)

@@ -23,8 +23,9 @@ from shared.request import Output, Token
 from shared.rpc import control_pb2, control_pb2_grpc
 from shared.streams import Streams
 from shared.transfer import metrics
+from shared.transfer.heads import HeadShard
 from shared.transfer.links import Links
-from shared.transfer.sender import HeadShard, Sender
+from shared.transfer.sender import Sender
 from shared.wire import request_from_wire
 from shared.worker import Worker
 

@@ -43,6 +43,7 @@ class KvPool:
         self.num_blocks = num_blocks
         self._kernels = kernels
         self._bytes = storage(num_blocks * g.block_bytes, device)
+        self.blocks = self._bytes.view(num_blocks, g.num_layers, 2, g.num_kv_heads, -1)  # as bytes, whatever their type
         self.shared_storage = storage if isinstance(storage, SharedStorage) else None
         self._dtype = DTYPES[g.kv_dtype]
         self.kv = self._bytes.view(self._dtype).view(num_blocks, g.num_layers, 2, g.num_kv_heads, g.block_size, g.head_dim)

@@ -59,7 +59,7 @@ class InlineLanding:
     def __init__(self, max_chunk_bytes: int) -> None:
         self.max_chunk_bytes = max_chunk_bytes
 
-    def grant(self, block_ids: Sequence[int]) -> Sequence[int]:
+    async def grant(self, block_ids: Sequence[int]) -> Sequence[int]:
         return ()
 
     @asynccontextmanager

@@ -13,18 +13,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
 
-from shared.engine.kv_pool import KvPool
 from shared.errors import DeadlineExceeded, Internal, Unavailable
 from shared.grpc_errors import from_rpc_error
 from shared.request import Token
 from shared.rpc import control_pb2, kv_pb2, kv_pb2_grpc
 from shared.transfer import metrics
 from shared.transfer.chunks import chunk_bytes, cut
+from shared.transfer.heads import HeadShard
 from shared.transfer.interface import Link, Peer, Writer
 from shared.transfer.links import Links
 from shared.wire import token_to_wire
@@ -33,14 +32,6 @@ from shared.worker_info import KvGeometry
 log = logging.getLogger(__name__)
 
 _ABORT_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShard:
-    """A pool that holds the model's KV heads first_head, first_head + 1, …, as many as its geometry says."""
-
-    pool: KvPool
-    first_head: int = 0
 
 
 class Sender:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,45 +14,39 @@ import torch
 
 from services.decode import __main__ as decode_main
 from services.prefill import __main__ as prefill_main
-from shared.channels import Channels
-from shared.engine.kv_pool import KvPool
-from shared.engine.pool_memory import SharedStorage
 from shared.errors import ConfigError, CorruptTransfer, IncompatiblePeer, Overloaded, StaleTransfer, TwostrokeError, Unavailable
-from shared.kernels.reference import ReferenceKernels
 from shared.request import Token
-from shared.rpc import control_pb2, kv_pb2_grpc
 from shared.transfer import metrics
+from shared.transfer.heads import PoolGroup
 from shared.transfer.hosts import Hosts
 from shared.transfer.inline import InlineConnector
 from shared.transfer.interface import Connector, LinkLost
 from shared.transfer.links import Links
-from shared.transfer.receiver import Receiver
-from shared.transfer.sender import HeadShard, Sender
-from shared.transfer.service import KvTransferService
+from shared.transfer.pool_socket import listen_privately
 from shared.transfer.setup import make_hosts, make_links
-from shared.transfer.shm_socket import listen_privately
-from shared.worker_config import TlsConfig, WorkerConfig
-from shared.worker_info import KvGeometry, Role
+from shared.worker_config import WorkerConfig
+from shared.worker_info import Role
 from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
 from tests.support.eventually import eventually
-from tests.support.fake_runner import GEOMETRY, FakeRunner, expected_tokens
+from tests.support.fake_runner import GEOMETRY, expected_tokens
 from tests.support.fake_transport import FakeConnector, FakeHost, FakeWire, Fault
+from tests.support.pair import (
+    PAIR_TRANSPORTS,
+    Pair,
+    answer,
+    ask,
+    config_of,
+    finish,
+    num_links_made,
+    pair,
+    random_pool,
+    runner_of,
+    sender_process,
+    split_pool,
+)
 
-CPU = torch.device("cpu")
 FOUR_HEADS = replace(GEOMETRY, num_kv_heads=4)
 TRANSPORTS = ("grpc", "shm", "gloo")
-ROOT = Path(__file__).parents[2]
-
-
-def config_of(transport: str, timeout_s: float = 2.0) -> WorkerConfig:
-    return WorkerConfig(transport=transport, transfer_timeout_s=timeout_s, max_num_batched_tokens=64)
-
-
-def runner_of(role: Role, num_blocks: int = 64, geometry: KvGeometry = GEOMETRY) -> FakeRunner:
-    runner = FakeRunner(num_blocks, geometry)
-    if role is Role.DECODE:
-        runner.pool = KvPool(geometry, num_blocks, CPU, ReferenceKernels(), SharedStorage())
-    return runner
 
 
 async def add(made: Cluster, role: Role, transport: str, num_blocks: int = 64) -> FakeWorker:
@@ -80,10 +71,6 @@ async def check_baseline(made: Cluster) -> None:
 
 def received_bytes(transport: str) -> float:
     return metrics.transferred_bytes.labels("received", transport)._value.get()
-
-
-def num_links_made() -> float:
-    return sum(float(metrics.links.labels(name, "made")._value.get()) for name in TRANSPORTS)
 
 
 # The whole path, router to decode
@@ -175,96 +162,7 @@ async def until_steps(worker: FakeWorker, num_steps: int, tasks: list[asyncio.Fu
 # One sender and one receiver
 
 
-class Pair:
-    """A real receiver behind a real server, and a sender's pool full of known bytes."""
-
-    def __init__(self, worker: FakeWorker, receiver: Receiver, links: Links) -> None:
-        self.worker = worker
-        self.receiver = receiver
-        self.links = links
-        self.num_links_before = num_links_made()
-        self.channels = Channels(TlsConfig())
-        self.geometry = worker.worker.geometry
-        self.pool = random_pool(self.geometry, 1)
-
-    def expect(self, num_tokens: int, transfer_id: bytes = b"t" * 16) -> None:
-        """One output token, so that what is committed has also finished."""
-        self.receiver.expect(transfer_id, request(prompt_of(num_tokens, sum(transfer_id)), max_tokens=1))
-
-    def num_missing(self) -> int:
-        """Blocks of the one transfer that have not come."""
-        (expected,) = self.receiver._expected.values()
-        assert expected.reservation is not None
-        return int(expected.reservation.missing.any(axis=(1, 2)).sum())
-
-    def reserved_blocks(self, transfer_id: bytes = b"t" * 16) -> list[int]:
-        reservation = self.receiver._expected[transfer_id].reservation
-        assert reservation is not None
-        return list(reservation.sequence.block_table)
-
-    def sender(self, attempt: int = 0, transfer_id: bytes = b"t" * 16, shards: list[HeadShard] | None = None) -> Sender:
-        address = self.worker.info().address
-        destination = control_pb2.Destination(
-            transfer_id=transfer_id, attempt=attempt, boot_id=self.worker.worker.boot_id, address=address
-        )
-        channel = self.channels.get(address)
-        return Sender(self.links, channel, destination, self.geometry, shards or [HeadShard(self.pool)], 2.0)
-
-    def num_reserved(self) -> int:
-        return self.worker.worker.engine.num_reserved_and_held()[0]
-
-    async def is_baseline(self) -> None:
-        await eventually(lambda: self.num_reserved() == 0)
-        self.worker.check_baseline()
-        assert metrics.quarantined_blocks._value.get() == 0
-
-
-async def finish(sender: Sender, first_block: int, block_ids: list[int], num_blocks_each: int = 64) -> None:
-    """Pushes the rest of the prompt, so many blocks at a time, and commits."""
-    for start in range(0, len(block_ids), num_blocks_each):
-        await sender.push(first_block + start, block_ids[start : start + num_blocks_each])
-    await sender.commit([Token(0, 7)], 0)
-
-
-def random_pool(geometry: KvGeometry, seed: int, num_blocks: int = 64) -> KvPool:
-    pool = KvPool(geometry, num_blocks, CPU, ReferenceKernels())
-    pool.kv.copy_(torch.randn(pool.kv.shape, generator=torch.Generator().manual_seed(seed)))
-    return pool
-
-
-@asynccontextmanager
-async def pair(
-    transport: str, wire: FakeWire | None = None, lease_s: float = 5.0, geometry: KvGeometry = GEOMETRY
-) -> AsyncIterator[Pair]:
-    """`wire`: of the fake transport, which is then used whatever `transport` says."""
-    worker = FakeWorker(Role.DECODE, 64, config_of(transport), runner_of(Role.DECODE, 64, geometry))
-    made = worker.worker
-    if wire is None:
-        hosts = make_hosts(made.config, made.pool, made.boot_id, lambda: "127.0.0.1")
-        links = make_links(made.config, random_pool(geometry, 2), lambda: "127.0.0.1")
-    else:
-        hosts, links = Hosts([FakeHost(wire, made.pool)]), Links([FakeConnector(wire)])
-    receiver = Receiver(made.engine, made.pool, geometry, made.boot_id, lease_s, made.streams.deliver, hosts)
-    made.streams.after_step = receiver.notify_room
-    await start_server(worker, receiver)
-    both = Pair(worker, receiver, links)
-    try:
-        yield both
-    finally:
-        await links.close()
-        await both.channels.close()
-        await hosts.close()
-        await worker.stop()
-
-
-async def start_server(worker: FakeWorker, receiver: Receiver) -> None:
-    service = KvTransferService(receiver, 2.0)
-    worker._server.add(kv_pb2_grpc.add_KvTransferServicer_to_server, service, "twostroke.v1.KvTransfer")
-    worker.worker.listens_on(await worker._server.start("127.0.0.1", 0))
-    worker.worker.engine.start()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", PAIR_TRANSPORTS)
 class TestPair:
     async def test_blocks_arrive_bit_for_bit_in_several_pushes(self, transport: str) -> None:
         async with pair(transport) as both:
@@ -406,17 +304,6 @@ class TestPair:
             await both.is_baseline()
 
 
-def split_pool(pool: KvPool, split: tuple[int, ...]) -> tuple[list[HeadShard], torch.Tensor]:
-    """Pools with some heads each, and what they are together."""
-    shards, first = [], 0
-    for count in split:
-        part = random_pool(replace(pool.geometry, num_kv_heads=count), 0)
-        part.kv.copy_(pool.kv[:, :, :, first : first + count])
-        shards.append(HeadShard(part, first))
-        first += count
-    return shards, pool.kv
-
-
 # Shared memory: who may write, and until when
 
 
@@ -545,40 +432,6 @@ def num_pool_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:twostroke-kv")
 
 
-@asynccontextmanager
-async def sender_process(both: Pair, transport: str) -> AsyncIterator[Process]:
-    info = both.worker.info()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.support.sender_process",
-        info.address,
-        info.boot_id,
-        transport,
-        stdin=PIPE,
-        stdout=PIPE,
-        cwd=ROOT,
-    )
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()
-
-
-async def ask(process: Process, command: str) -> str:
-    assert process.stdin is not None
-    process.stdin.write(f"{command}\n".encode())
-    return await answer(process)
-
-
-async def answer(process: Process) -> str:
-    assert process.stdout is not None
-    async with asyncio.timeout(30):
-        return (await process.stdout.readline()).decode().strip()
-
-
 # Faults of the wire
 
 
@@ -620,7 +473,9 @@ async def test_delayed_sender_finds_its_attempt_expired() -> None:
 
 async def test_every_prefill_of_a_dying_link_ends_in_the_right_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = FakeWire()
-    monkeypatch.setattr(decode_main, "make_hosts", lambda config, pool, boot_id, host_name: Hosts([FakeHost(wire, pool)]))
+    monkeypatch.setattr(
+        decode_main, "make_hosts", lambda config, pools, boot_id, host_name: Hosts([FakeHost(wire, pools.shards[0].pool)])
+    )
     monkeypatch.setattr(prefill_main, "make_links", lambda config, pool, host_name: Links([FakeConnector(wire)]))
     async with cluster() as made:
         await made.add(Role.PREFILL)
@@ -692,7 +547,7 @@ class TestChoice:
         with pytest.raises(ConfigError, match="--transport is nccl, but this worker can only do"):
             make_links(config_of("nccl"), random_pool(GEOMETRY, 1), lambda: "")
         with pytest.raises(ConfigError, match="--transport is shm"):
-            make_hosts(config_of("shm"), random_pool(GEOMETRY, 1), "boot", lambda: "")
+            make_hosts(config_of("shm"), PoolGroup.of(random_pool(GEOMETRY, 1)), "boot", lambda: "")
 
     def test_with_tls_nothing_is_sent_in_the_clear_unasked(self) -> None:
         config = WorkerConfig(tls_cert="cert", tls_key="key")

@@ -133,7 +133,7 @@ class FakeLanding:
         self._fence: asyncio.Future[None] | None = None
         self._answer: asyncio.Task[None] | None = None
 
-    def grant(self, block_ids: Sequence[int]) -> Sequence[int]:
+    async def grant(self, block_ids: Sequence[int]) -> Sequence[int]:
         return block_ids
 
     @asynccontextmanager

@@ -18,9 +18,13 @@ from shared.engine.kv_pool import KvPool
 from shared.errors import TwostrokeError
 from shared.kernels.reference import ReferenceKernels
 from shared.rpc import control_pb2, kv_pb2
-from shared.transfer.sender import HeadShard, Sender
+from shared.transfer.heads import HeadShard
+from shared.transfer.interface import CUDA_IPC
+from shared.transfer.links import Links
+from shared.transfer.sender import Sender
 from shared.transfer.setup import make_links
 from shared.worker_config import TlsConfig, WorkerConfig
+from tests.support.fake_device import fake_cuda_connector
 from tests.support.fake_runner import GEOMETRY
 
 
@@ -45,8 +49,9 @@ async def _storm(sender: Sender, pool: KvPool) -> str:
 async def main(address: str, boot_id: str, transport: str) -> None:
     pool = KvPool(GEOMETRY, 64, torch.device("cpu"), ReferenceKernels())
     pool.kv.fill_(1.0)
-    config = WorkerConfig(transport=transport, transfer_timeout_s=5.0)
-    links, channels = make_links(config, pool, lambda: "127.0.0.1"), Channels(TlsConfig())
+    config = WorkerConfig(transport="auto" if transport == CUDA_IPC else transport, transfer_timeout_s=5.0)
+    links = Links([fake_cuda_connector(GEOMETRY)]) if transport == CUDA_IPC else make_links(config, pool, lambda: "127.0.0.1")
+    channels = Channels(TlsConfig())
     sender: Sender | None = None
     while line := (await asyncio.to_thread(sys.stdin.readline)).split():
         match line:
