@@ -1,6 +1,6 @@
 """How fast KV blocks go from one process to another on this machine, by each transport, beside what the machine can do.
 
-    python -m bench.transports [--mib 64] [--repeats 7] [--grpc-chunks 256KiB,1MiB,4MiB] [--json FILE]
+    python -m bench.transports [--mib 64] [--repeats 7] [--grpc-chunks 256KiB,1MiB,4MiB] [--device cpu] [--json FILE]
 
 One process sends, another receives, both with the sender, receiver and pools of the product. A transfer is timed from its first
 push to the acknowledged commit. Beside them, in the same run: a plain copy of the same blocks within one process, and bytes over a
@@ -22,7 +22,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from bench.report import write_json
@@ -32,7 +31,7 @@ from shared.engine.blocks import BlockManager
 from shared.engine.engine import Engine
 from shared.engine.kv_pool import KvPool
 from shared.engine.plan import Plan, SampledToken
-from shared.engine.pool_memory import SharedStorage
+from shared.engine.pool_memory import SharedStorage, zeroed_storage
 from shared.engine.scheduler import Scheduler
 from shared.grpc_serving import Server
 from shared.kernels.reference import ReferenceKernels
@@ -50,14 +49,13 @@ from shared.transfer.setup import make_hosts, make_links
 from shared.worker_config import TlsConfig, WorkerConfig
 from shared.worker_info import KvGeometry
 
-TRANSPORTS = ("shm", "gloo")  # and gRPC, by size of its chunks
+TRANSPORTS = {"cpu": ("shm", "gloo"), "cuda": ("cuda-ipc",)}  # and gRPC, by size of its chunks; NCCL wants a GPU for each process
 COPY, SOCKET = "plain copy", "loopback socket"
 NUM_WARM_UPS = 2
 BOOT_ID = "0123456789abcdef"
 HOST = "127.0.0.1"
 # A block of an 8-billion-parameter Llama in bfloat16: 2 MiB.
 GEOMETRY = KvGeometry("bench", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, kv_dtype="bfloat16")
-CPU = torch.device("cpu")
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -71,6 +69,7 @@ class TransportsConfig:
     mib: int = option(64, "KV of one transfer, in MiB")
     repeats: int = option(7, "transfers by each transport, after two to warm up")
     grpc_chunks: tuple[int, ...] = option((MAX_CHUNK_BYTES,), "largest chunks for gRPC to try, such as 256KiB,4MiB", parse=_sizes)
+    device: str = option("cpu", "where both processes' pools are", choices=("cpu", "cuda"))
     json: str = option("", "also write the result to this file")
 
     @property
@@ -103,7 +102,8 @@ class _NoModel:
 async def receive(config: TransportsConfig, transport: str) -> None:
     """Expects the transfers 0, 1, …, says where, and serves until its input ends. A number is gRPC with chunks of that size."""
     pool_blocks = 2 * config.num_blocks + 1
-    pools = PoolGroup.of(KvPool(GEOMETRY, pool_blocks, CPU, ReferenceKernels(), SharedStorage()))
+    storage = SharedStorage() if config.device == "cpu" else zeroed_storage
+    pools = PoolGroup.of(KvPool(GEOMETRY, pool_blocks, torch.device(config.device), ReferenceKernels(), storage))
     blocks = BlockManager(pool_blocks, GEOMETRY.block_size, enable_prefix_caching=False)
     num_tokens = config.num_blocks * GEOMETRY.block_size
     scheduler = Scheduler(
@@ -146,7 +146,8 @@ def drain_socket() -> None:
 @asynccontextmanager
 async def other_process(config: TransportsConfig, what: str) -> AsyncIterator[int]:
     """Runs `what` in a process of its own; gives the port that it is at."""
-    command = [sys.executable, "-m", "bench.transports", f"--mib={config.mib}", f"--repeats={config.repeats}"]
+    command = [sys.executable, "-m", "bench.transports"]
+    command += [f"--mib={config.mib}", f"--repeats={config.repeats}", f"--device={config.device}"]
     pipe = asyncio.subprocess.PIPE
     environ = os.environ | {_ROLE: what, "OMP_NUM_THREADS": "1"}
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environ)
@@ -159,9 +160,9 @@ async def other_process(config: TransportsConfig, what: str) -> AsyncIterator[in
         await process.wait()
 
 
-def full_pool(num_blocks: int) -> KvPool:
-    pool = KvPool(GEOMETRY, num_blocks, CPU, ReferenceKernels())
-    pool.kv.view(torch.int16).random_(generator=torch.Generator().manual_seed(1))
+def full_pool(num_blocks: int, device: str) -> KvPool:
+    pool = KvPool(GEOMETRY, num_blocks, torch.device(device), ReferenceKernels())
+    pool.blocks.random_(generator=torch.Generator(device).manual_seed(1))
     return pool
 
 
@@ -199,13 +200,15 @@ async def by_transport(config: TransportsConfig, role: str, pool: KvPool) -> Asy
 
 def by_copy(config: TransportsConfig, pool: KvPool) -> Transfer:
     """To memory of this process that is there already."""
-    source = pool.host_blocks
-    target = np.ones_like(source)
+    source = pool.blocks
+    target = torch.ones_like(source)
 
     async def transfer() -> float:
         begin = time.perf_counter()
         for block in range(1, config.num_blocks + 1):
             target[block] = source[block]
+        if config.device == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter() - begin
 
     return transfer
@@ -213,8 +216,9 @@ def by_copy(config: TransportsConfig, pool: KvPool) -> Transfer:
 
 @asynccontextmanager
 async def by_socket(config: TransportsConfig, pool: KvPool) -> AsyncIterator[Transfer]:
+    """From host memory, wherever the pool is."""
     size_bytes = config.num_blocks * GEOMETRY.block_bytes
-    data = pool.host_blocks.reshape(-1)[:size_bytes].data
+    data = pool.blocks.flatten()[:size_bytes].cpu().numpy().data
     async with other_process(config, "socket") as port:
         with socket.create_connection((HOST, port)) as connection:
 
@@ -230,10 +234,10 @@ async def by_socket(config: TransportsConfig, pool: KvPool) -> AsyncIterator[Tra
 
 async def measure(config: TransportsConfig) -> list[Speed]:
     torch.set_num_threads(1)
-    pool = full_pool(config.num_blocks + 1)
+    pool = full_pool(config.num_blocks + 1, config.device)
     async with AsyncExitStack() as stack:
         ways = [Way(COPY, by_copy(config, pool)), Way(SOCKET, await stack.enter_async_context(by_socket(config, pool)))]
-        for role in (*TRANSPORTS, *map(str, config.grpc_chunks)):
+        for role in (*TRANSPORTS[config.device], *map(str, config.grpc_chunks)):
             name = f"grpc {int(role) >> 10} KiB" if role.isdecimal() else role
             ways.append(Way(name, await stack.enter_async_context(by_transport(config, role, pool))))
         for _ in range(config.num_transfers):

@@ -127,7 +127,7 @@ async def pair(
     worker = FakeWorker(Role.DECODE, 64, config, runner_of(Role.DECODE, 64, geometry))
     made = worker.worker
     pools = pools or PoolGroup.of(made.pool)
-    if transport == "cuda-ipc":
+    if transport == "cuda-ipc" and pools.shards[0].pool.kv.device.type == "cpu":
         ours, theirs = devices or (FakeDevice(), FakeDevice(pools))
         hosts = Hosts([fake_cuda_host(pools, made.boot_id, theirs)])
         links = Links([fake_cuda_connector(geometry, ours)])
@@ -180,7 +180,7 @@ def all_heads(pools: PoolGroup) -> torch.Tensor:
 
 
 @asynccontextmanager
-async def sender_process(both: Pair, transport: str) -> AsyncIterator[Process]:
+async def sender_process(both: Pair, transport: str, device: str = "cpu") -> AsyncIterator[Process]:
     info = both.worker.info()
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -189,6 +189,7 @@ async def sender_process(both: Pair, transport: str) -> AsyncIterator[Process]:
         info.address,
         info.boot_id,
         transport,
+        device,
         stdin=PIPE,
         stdout=PIPE,
         cwd=ROOT,
