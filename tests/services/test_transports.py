@@ -8,12 +8,15 @@ import signal
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from services.decode import __main__ as decode_main
 from services.prefill import __main__ as prefill_main
+from services.prefill import server as prefill_server
+from services.router import leg_metrics
 from shared.errors import ConfigError, CorruptTransfer, IncompatiblePeer, Overloaded, StaleTransfer, TwostrokeError, Unavailable
 from shared.request import Token
 from shared.transfer import metrics
@@ -484,6 +487,50 @@ async def test_every_prefill_of_a_dying_link_ends_in_the_right_tokens(monkeypatc
             wire.faults = {1: fault}
             asked = request(prompt_of(200, fault.value))
             assert (await made.run(asked))[0] == expected_tokens(asked.token_ids, 8)
+        await check_baseline(made)
+
+
+async def test_time_to_push_the_last_blocks_counts_as_transfer_not_as_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire, clock_s = FakeWire(), 0.0
+    monkeypatch.setattr(
+        decode_main, "make_hosts", lambda config, pools, boot_id, name: Hosts([FakeHost(wire, pools.shards[0].pool)])
+    )
+    monkeypatch.setattr(prefill_main, "make_links", lambda config, pool, host_name: Links([FakeConnector(wire)]))
+    monkeypatch.setattr(prefill_server, "time", SimpleNamespace(monotonic=lambda: clock_s))
+    before = {stage: leg_metrics.prefill_seconds.labels(stage)._sum.get() for stage in ("compute", "transfer")}
+    async with cluster() as made:
+        prefill = await made.add(Role.PREFILL)
+        await made.add(Role.DECODE)
+        wire.may_write.clear()
+        computed = asyncio.Event()
+        engine = prefill.worker.engine
+        prefill.worker.streams.after_step = lambda: computed.set() if engine.num_reserved_and_held() == (0, 1) else None
+        asked = request(prompt_of(200))
+        running = asyncio.create_task(made.run(asked))
+        await computed.wait()
+        clock_s = 100.0
+        wire.may_write.set()
+        assert (await running)[0] == expected_tokens(asked.token_ids, 8)
+        await check_baseline(made)
+    took = {stage: leg_metrics.prefill_seconds.labels(stage)._sum.get() - before[stage] for stage in before}
+    assert took == {"compute": 0.0, "transfer": 100.0}
+
+
+async def test_blocks_in_prefills_own_cache_go_out_before_anything_is_computed() -> None:
+    async with cluster() as made:
+        prefill = await add(made, Role.PREFILL, "shm")
+        first = await add(made, Role.DECODE, "shm")
+        shared = prompt_of(160)
+        await made.run(request([*shared, 1]))
+        await made.remove(first)  # who held them too
+        await add(made, Role.DECODE, "shm")
+        before = received_bytes("shm")
+        prefill.runner.gate.clear()
+        asked = request([*shared, 2, 3])
+        running = asyncio.create_task(made.run(asked))
+        await eventually(lambda: received_bytes("shm") - before == 10 * GEOMETRY.block_bytes)
+        prefill.runner.gate.set()
+        assert (await running)[0] == expected_tokens(asked.token_ids, 8)
         await check_baseline(made)
 
 
