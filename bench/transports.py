@@ -95,7 +95,7 @@ class Speed:
 class _NoModel:
     """Transfers end with their first token: nothing is ever computed."""
 
-    def execute(self, plan: Plan) -> list[list[SampledToken]]:
+    def execute(self, plan: Plan, on_layer: Callable[[int], None] | None = None) -> list[list[SampledToken]]:
         raise AssertionError("a request of one token has nothing to compute here")
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from shared.engine import metrics
+from shared.engine.layer_progress import layer_progress
 from shared.engine.plan import Event, Failure, Plan, Progress, SampledToken
 from shared.engine.sampler import NotFiniteLogits
 from shared.engine.scheduler import Scheduler
@@ -39,8 +40,9 @@ Listener = Callable[[Sequence[Event]], None]
 class Runner(Protocol):
     """What executes a plan: `shared.engine.runner.ModelRunner`, or a fake."""
 
-    def execute(self, plan: Plan) -> Sequence[Sequence[SampledToken]]:
-        """Per scheduled sequence, its `num_samples` tokens."""
+    def execute(self, plan: Plan, on_layer: Callable[[int], None] | None = None) -> Sequence[Sequence[SampledToken]]:
+        """Per scheduled sequence, its `num_samples` tokens. Where it is known before the end, `on_layer` is told on this thread how
+        many layers' KV is there."""
 
 
 class Engine:
@@ -159,7 +161,7 @@ class Engine:
         started = time.perf_counter()
         self._watchdog.begin(plan.num_tokens)
         try:
-            samples = self._runner.execute(plan)
+            samples = self._runner.execute(plan, layer_progress(plan, self._listener))
         except Exception as error:
             self._fail(plan, error)
             return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from math import prod
 
 import torch
@@ -52,13 +53,16 @@ class ModelRunner:
         return self.model.config.vocab_size
 
     @torch.inference_mode()
-    def execute(self, plan: Plan) -> list[list[SampledToken]]:
-        """Per scheduled sequence, its `num_samples` tokens. Raises NotFiniteLogits if the model gives no numbers for one."""
+    def execute(self, plan: Plan, on_layer: Callable[[int], None] | None = None) -> list[list[SampledToken]]:
+        """Per scheduled sequence, its `num_samples` tokens. Raises NotFiniteLogits if the model gives no numbers for one.
+
+        `on_layer` is called with how many layers' KV is there, on a CPU: on a GPU that is not known before the step has ended."""
         self.pool.copy(plan.copies)
         if not plan.scheduled:
             return []
         batch = build_batch(plan, self.pool.geometry.block_size, self.pool.kv.device)
-        hidden = self.model.forward(batch.token_ids, self.pool.kv, batch.attention)
+        is_computed_at_once = self.pool.kv.device.type == "cpu"
+        hidden = self.model.forward(batch.token_ids, self.pool.kv, batch.attention, on_layer if is_computed_at_once else None)
         if not len(batch.sample_rows):
             return [[] for _ in plan.scheduled]
         logits = self.model.logits(hidden[batch.sample_rows])

@@ -85,13 +85,16 @@ class Sender:
         self._call.add_done_callback(lambda _: self._call_ended.set())
         return int(reply.num_cached_blocks)
 
-    async def push(self, first_block: int, block_ids: Sequence[int]) -> None:
-        """Ships blocks of this worker's pools as the prompt's blocks first_block, first_block + 1, …"""
+    async def push(self, first_block: int, block_ids: Sequence[int], layers: range | None = None) -> None:
+        """Ships blocks of this worker's pools as the prompt's blocks first_block, first_block + 1, …; all layers of them, or some.
+        A block's layers go in order, and with its last one it counts as shipped."""
         g = self._geometry
-        for blocks, layers in cut(len(block_ids), range(g.num_layers), g.block_bytes // g.num_layers, self._max_chunk_bytes):
+        wanted = range(g.num_layers) if layers is None else layers
+        for blocks, run in cut(len(block_ids), wanted, g.block_bytes // g.num_layers, self._max_chunk_bytes):
             for shard in self._shards:
-                await self._ship(shard, first_block + blocks.start, block_ids[blocks.start : blocks.stop], layers)
-        self._num_blocks += len(block_ids)
+                await self._ship(shard, first_block + blocks.start, block_ids[blocks.start : blocks.stop], run)
+        if wanted.stop == g.num_layers:
+            self._num_blocks += len(block_ids)
 
     async def commit(self, first_tokens: Sequence[Token], num_cached_tokens: int) -> None:
         """Sends the manifest and waits for the acknowledgement: after it the blocks may be released."""

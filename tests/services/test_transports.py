@@ -15,7 +15,7 @@ import torch
 
 from services.decode import __main__ as decode_main
 from services.prefill import __main__ as prefill_main
-from services.prefill import server as prefill_server
+from services.prefill import shipment
 from services.router import leg_metrics
 from shared.errors import ConfigError, CorruptTransfer, IncompatiblePeer, Overloaded, StaleTransfer, TwostrokeError, Unavailable
 from shared.request import Token
@@ -496,7 +496,7 @@ async def test_time_to_push_the_last_blocks_counts_as_transfer_not_as_computatio
         decode_main, "make_hosts", lambda config, pools, boot_id, name: Hosts([FakeHost(wire, pools.shards[0].pool)])
     )
     monkeypatch.setattr(prefill_main, "make_links", lambda config, pool, host_name: Links([FakeConnector(wire)]))
-    monkeypatch.setattr(prefill_server, "time", SimpleNamespace(monotonic=lambda: clock_s))
+    monkeypatch.setattr(shipment, "time", SimpleNamespace(monotonic=lambda: clock_s))
     before = {stage: leg_metrics.prefill_seconds.labels(stage)._sum.get() for stage in ("compute", "transfer")}
     async with cluster() as made:
         prefill = await made.add(Role.PREFILL)
@@ -514,6 +514,60 @@ async def test_time_to_push_the_last_blocks_counts_as_transfer_not_as_computatio
         await check_baseline(made)
     took = {stage: leg_metrics.prefill_seconds.labels(stage)._sum.get() - before[stage] for stage in before}
     assert took == {"compute": 0.0, "transfer": 100.0}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+class TestLayers:
+    """Layers of a chunk go out while the next ones are computed."""
+
+    @pytest.fixture(autouse=True)
+    def _every_layer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("shared.engine.layer_progress._INTERVAL_S", 0.0)
+        monkeypatch.setattr(shipment, "_LEAST_EARLY_BYTES", 0)
+
+    @pytest.mark.parametrize("length", [33, 64, 150])
+    async def test_a_layer_arrives_before_the_next_is_computed(self, transport: str, length: int) -> None:
+        async with cluster() as made:
+            prefill = await add(made, Role.PREFILL, transport)
+            await add(made, Role.DECODE, transport)
+            before = received_bytes(transport)
+            prefill.runner.layer_gate.clear()
+            asked = request(prompt_of(length))
+            running = asyncio.create_task(made.run(asked))
+            num_blocks = -(-length // 16) if length <= 64 else 4  # of the first step, of 64 tokens
+            layer_bytes = GEOMETRY.block_bytes // GEOMETRY.num_layers
+            await eventually(lambda: received_bytes(transport) - before == num_blocks * layer_bytes)
+            prefill.runner.layer_gate.set()
+            assert (await running)[0] == expected_tokens(asked.token_ids, 8)
+            await check_baseline(made)
+
+    async def test_a_prompt_whose_step_fails_after_a_layer_was_sent_is_served_all_the_same(self, transport: str) -> None:
+        async with cluster() as made:
+            prefill = await add(made, Role.PREFILL, transport)
+            await add(made, Role.DECODE, transport)
+            before = received_bytes(transport)
+            prefill.runner.layer_gate.clear()
+            prefill.runner.fail_after_layer = ValueError("the device is on fire")
+            asked = request(prompt_of(60))
+            running = asyncio.create_task(made.run(asked))
+            await eventually(lambda: received_bytes(transport) > before)
+            prefill.runner.layer_gate.set()
+            assert (await running)[0] == expected_tokens(asked.token_ids, 8)
+            await check_baseline(made)
+
+    async def test_layers_of_many_prompts_in_one_step_do_not_mix_and_cached_ones_are_not_sent(self, transport: str) -> None:
+        async with cluster() as made:
+            await add(made, Role.PREFILL, transport, 128)
+            await add(made, Role.DECODE, transport, 128)
+            shared = prompt_of(64)
+            await made.run(request([*shared, 1]))
+            before = received_bytes(transport)
+            asked = [request([*shared, *prompt_of(20, start)], n=2, seed=start) for start in range(8)]
+            for r, tokens in zip(asked, await asyncio.gather(*[made.run(r) for r in asked]), strict=True):
+                seed = r.sampling.seed
+                assert tokens == {c: expected_tokens(r.token_ids, 8, seed=seed, choice=c) for c in range(2)}
+            assert received_bytes(transport) - before == 8 * 2 * GEOMETRY.block_bytes
+            await check_baseline(made)
 
 
 async def test_blocks_in_prefills_own_cache_go_out_before_anything_is_computed() -> None:

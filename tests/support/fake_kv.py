@@ -59,7 +59,7 @@ class FakeModel:
         self._block_size = block_size
         self._kv: dict[tuple[int, int], int] = {}  # (block, offset) -> value
 
-    def execute(self, plan: Plan) -> list[list[SampledToken]]:
+    def execute(self, plan: Plan, on_layer: object = None) -> list[list[SampledToken]]:
         """Copies, then writes of all, then reads of all: a step in the order least kind to a scheduler that mixes blocks up."""
         sources = {source for source, _ in plan.copies}
         targets = [target for _, target in plan.copies]

@@ -6,7 +6,7 @@ shows at once, and tokens depend on the whole prefix, so outputs do not depend o
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import torch
@@ -39,7 +39,7 @@ def expected_tokens(prompt: Sequence[int], num_tokens: int, seed: int = 0, choic
 
 
 class FakeRunner:
-    """`gate`, when cleared, holds the engine before its next step."""
+    """`gate`, when cleared, holds the engine before its next step; `layer_gate`, after its next layer."""
 
     vocab_size = VOCAB_SIZE
 
@@ -48,27 +48,42 @@ class FakeRunner:
         self.max_model_len = min(512, (num_blocks - 1) * geometry.block_size)
         self.gate = threading.Event()
         self.gate.set()
+        self.layer_gate = threading.Event()
+        self.layer_gate.set()
         self.num_steps = 0
         self.fail_next: Exception | None = None
+        self.fail_after_layer: Exception | None = None
 
-    def execute(self, plan: Plan) -> list[list[SampledToken]]:
+    def execute(self, plan: Plan, on_layer: Callable[[int], None] | None = None) -> list[list[SampledToken]]:
         self.gate.wait(30)
         self.num_steps += 1
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
         self.pool.copy(plan.copies)
+        self._write_layers(plan, on_layer)
         samples = []
         for item in plan.scheduled:
             sequence, end = item.sequence, item.start + item.num_tokens
             tokens = list(sequence.token_ids[:end])
             for position in range(item.start):
                 self._check(sequence.block_table, tokens, position)
-            for position in range(item.start, end):
-                self._slot(sequence.block_table, position).fill_(fingerprint(tokens[: position + 1]))
             seed, first = sequence.request.sampling.seed, sequence.choice
             samples.append([SampledToken(next_token(tokens, choice_seed(seed, first + i))) for i in range(item.num_samples)])
         return samples
+
+    def _write_layers(self, plan: Plan, on_layer: Callable[[int], None] | None) -> None:
+        for layer in range(self.pool.geometry.num_layers):
+            for item in plan.scheduled:
+                for position in range(item.start, item.start + item.num_tokens):
+                    value = fingerprint(item.sequence.token_ids[: position + 1])
+                    self._slot(item.sequence.block_table, position)[layer] = value
+            if on_layer is not None:
+                on_layer(layer + 1)
+            self.layer_gate.wait(30)
+            if self.fail_after_layer is not None:
+                error, self.fail_after_layer = self.fail_after_layer, None
+                raise error
 
     def _slot(self, table: Sequence[int], position: int) -> torch.Tensor:
         block_size = self.pool.geometry.block_size
