@@ -2,6 +2,7 @@
 
 1. The kernel tests and a tiny model end to end, for real (`tests/kernels/triton_cases`, `tests/gpu`).
 2. Attention, block copies, a whole decode step and the engine's loop around it, timed against what the device can do.
+3. KV blocks from one process to another on this GPU.
 
 Each section is tried by itself; what fails is recorded, and the exit code is 1. Without a GPU: one line, exit code 2.
 Writes bench/reports/gpu-<device>.json and the table between the marks in docs/performance.md.
@@ -9,6 +10,7 @@ Writes bench/reports/gpu-<device>.json and the table between the marks in docs/p
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -23,7 +25,7 @@ from pathlib import Path
 import torch
 import triton
 
-from bench import gpu_decode_step, gpu_engine, gpu_kernels, gpu_timing
+from bench import gpu_decode_step, gpu_engine, gpu_kernels, gpu_timing, transports
 from bench.gpu_kernels import Rows
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +35,7 @@ BEGIN, END = "<!-- gpu-check: begin -->", "<!-- gpu-check: end -->"
 TEST_FILES = ("tests/kernels/triton_cases/*_cases.py", "tests/gpu/*_cases.py")
 TESTS_TIMEOUT_S = 300.0
 LINES_OF_A_FAILURE = 60
+MIB_OF_A_TRANSFER = 256  # 2048 tokens of Llama 3 8B's shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +95,15 @@ def run() -> Report:
         ("Block gather and scatter, 2 MiB blocks", lambda: gpu_kernels.block_copies(copy_rates[0])),
         ("Decode step, Llama 3 8B's shape, bfloat16, CUDA graph", lambda: gpu_decode_step.decode_steps(copy_rates[0])),
         ("Engine loop around that step, with the next one launched ahead and not", gpu_engine.engine_steps),
+        ("KV blocks between two processes on this GPU, GB/s", measure_transports),
     ]
     report.sections.extend(_section(title, work) for title, work in measured)
     return report
+
+
+def measure_transports() -> Rows:
+    speeds = asyncio.run(transports.measure(transports.TransportsConfig(mib=MIB_OF_A_TRANSFER, device="cuda")))
+    return [{speed.way: speed.gb_per_s for speed in speeds}]
 
 
 def _section(title: str, work: Callable[[], Rows]) -> Section:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -39,8 +39,8 @@ class _Synchronous:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
-    def launch(self, plan: Plan) -> Pending:
-        return self._runner.launch(plan)
+    def launch(self, plan: Plan, on_layer: Callable[[int], None] | None = None) -> Pending:
+        return self._runner.launch(plan, on_layer)
 
 
 def engine_steps() -> Rows:

@@ -38,7 +38,7 @@ from shared.errors import ConfigError
 
 PROG = "python -m bench.handoff"
 COLOCATED = "colocated"
-TRANSPORTS = ("shm", "grpc", "gloo", "nccl")
+TRANSPORTS = ("shm", "cuda-ipc", "grpc", "gloo", "nccl")
 STAGES = ("queue", "compute", "transfer")
 OUTPUT_TOKENS = 8
 _NUM_WARM_UPS = 3

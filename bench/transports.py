@@ -1,54 +1,65 @@
 """How fast KV blocks go from one process to another on this machine, by each transport, beside what the machine can do.
 
-    python -m bench.transports [--mib 64] [--repeats 7] [--json FILE]
+    python -m bench.transports [--mib 64] [--repeats 7] [--grpc-chunks 256KiB,1MiB,4MiB] [--device cpu] [--json FILE]
 
 One process sends, another receives, both with the sender, receiver and pools of the product. A transfer is timed from its first
 push to the acknowledged commit. Beside them, in the same run: a plain copy of the same blocks within one process, and bytes over a
-raw loopback TCP socket to another process. Each speed is that of the fastest repetition, because whatever else runs on the machine
-only slows down; even so, only ratios of one run can be compared with those of another.
+raw loopback TCP socket to another process. The ways take turns, one transfer each, so that a busy moment of the machine meets all
+of them. Each speed is that of the fastest repetition, because whatever else runs only slows down; even so, only ratios of one run
+can be compared with those of another.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from bench.report import write_json
 from shared.channels import Channels
-from shared.config import option, parse_config
+from shared.config import option, parse_config, size_bytes
 from shared.engine.blocks import BlockManager
 from shared.engine.engine import Engine
 from shared.engine.kv_pool import KvPool
 from shared.engine.plan import Pending, Plan
-from shared.engine.pool_memory import SharedStorage
+from shared.engine.pool_memory import SharedStorage, zeroed_storage
 from shared.engine.scheduler import Scheduler
 from shared.grpc_serving import Server
 from shared.kernels.reference import ReferenceKernels
+from shared.malloc import keep_large_buffers
 from shared.request import Request, SamplingParams, Token
 from shared.rpc import control_pb2, kv_pb2_grpc
+from shared.transfer.heads import HeadShard, PoolGroup
+from shared.transfer.hosts import Hosts
+from shared.transfer.inline import MAX_CHUNK_BYTES, InlineHost
+from shared.transfer.interface import GRPC
 from shared.transfer.receiver import Receiver
-from shared.transfer.sender import HeadShard, Sender
+from shared.transfer.sender import Sender
 from shared.transfer.service import KvTransferService
 from shared.transfer.setup import make_hosts, make_links
 from shared.worker_config import TlsConfig, WorkerConfig
 from shared.worker_info import KvGeometry
 
-TRANSPORTS = ("shm", "gloo", "grpc")
+TRANSPORTS = {"cpu": ("shm", "gloo"), "cuda": ("cuda-ipc",)}  # and gRPC, by size of its chunks; NCCL wants a GPU for each process
+COPY, SOCKET = "plain copy", "loopback socket"
+NUM_WARM_UPS = 2
 BOOT_ID = "0123456789abcdef"
 HOST = "127.0.0.1"
 # A block of an 8-billion-parameter Llama in bfloat16: 2 MiB.
 GEOMETRY = KvGeometry("bench", "bfloat16", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, kv_dtype="bfloat16")
-CPU = torch.device("cpu")
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(size_bytes(part) for part in text.split(","))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +68,8 @@ class TransportsConfig:
 
     mib: int = option(64, "KV of one transfer, in MiB")
     repeats: int = option(7, "transfers by each transport, after two to warm up")
+    grpc_chunks: tuple[int, ...] = option((MAX_CHUNK_BYTES,), "largest chunks for gRPC to try, such as 256KiB,4MiB", parse=_sizes)
+    device: str = option("cpu", "where both processes' pools are", choices=("cpu", "cuda"))
     json: str = option("", "also write the result to this file")
 
     @property
@@ -65,7 +78,7 @@ class TransportsConfig:
 
     @property
     def num_transfers(self) -> int:
-        return self.repeats + 2
+        return self.repeats + NUM_WARM_UPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +97,26 @@ class _NoModel:
 
     is_asynchronous = False
 
-    def launch(self, plan: Plan) -> Pending:
+    def launch(self, plan: Plan, on_layer: object = None) -> Pending:
         raise AssertionError("a request of one token has nothing to compute here")
 
 
 async def receive(config: TransportsConfig, transport: str) -> None:
-    """Expects the transfers 0, 1, …, says where, and serves until its input ends."""
+    """Expects the transfers 0, 1, …, says where, and serves until its input ends. A number is gRPC with chunks of that size."""
     pool_blocks = 2 * config.num_blocks + 1
-    pool = KvPool(GEOMETRY, pool_blocks, CPU, ReferenceKernels(), SharedStorage())
+    storage = SharedStorage() if config.device == "cpu" else zeroed_storage
+    pools = PoolGroup.of(KvPool(GEOMETRY, pool_blocks, torch.device(config.device), ReferenceKernels(), storage))
     blocks = BlockManager(pool_blocks, GEOMETRY.block_size, enable_prefix_caching=False)
     num_tokens = config.num_blocks * GEOMETRY.block_size
     scheduler = Scheduler(
         blocks, digest=GEOMETRY.digest, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=num_tokens + GEOMETRY.block_size
     )
     engine = Engine(_NoModel(), scheduler, lambda events: None)
-    hosts = make_hosts(WorkerConfig(transport=transport), pool, BOOT_ID, lambda: HOST)
-    receiver = Receiver(engine, pool, GEOMETRY, BOOT_ID, 30.0, lambda outputs: None, hosts)
+    if transport.isdecimal():
+        hosts = Hosts([InlineHost(int(transport))])
+    else:
+        hosts = make_hosts(WorkerConfig(transport=transport), pools, BOOT_ID, lambda: HOST)
+    receiver = Receiver(engine, pools, BOOT_ID, 30.0, lambda outputs: None, hosts)
     for number in range(config.num_transfers):
         request = Request(f"r{number}", (0,) * num_tokens, num_tokens, SamplingParams(max_tokens=1))
         receiver.expect(number.to_bytes(16, "little"), request)
@@ -131,7 +148,8 @@ def drain_socket() -> None:
 @asynccontextmanager
 async def other_process(config: TransportsConfig, what: str) -> AsyncIterator[int]:
     """Runs `what` in a process of its own; gives the port that it is at."""
-    command = [sys.executable, "-m", "bench.transports", f"--mib={config.mib}", f"--repeats={config.repeats}"]
+    command = [sys.executable, "-m", "bench.transports"]
+    command += [f"--mib={config.mib}", f"--repeats={config.repeats}", f"--device={config.device}"]
     pipe = asyncio.subprocess.PIPE
     environ = os.environ | {_ROLE: what, "OMP_NUM_THREADS": "1"}
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environ)
@@ -144,77 +162,92 @@ async def other_process(config: TransportsConfig, what: str) -> AsyncIterator[in
         await process.wait()
 
 
-def full_pool(num_blocks: int) -> KvPool:
-    pool = KvPool(GEOMETRY, num_blocks, CPU, ReferenceKernels())
-    pool.kv.view(torch.int16).random_(generator=torch.Generator().manual_seed(1))
+def full_pool(num_blocks: int, device: str) -> KvPool:
+    pool = KvPool(GEOMETRY, num_blocks, torch.device(device), ReferenceKernels())
+    pool.blocks.random_(generator=torch.Generator(device).manual_seed(1))
     return pool
 
 
-async def time_transport(config: TransportsConfig, transport: str, pool: KvPool) -> list[float]:
-    """Seconds of each transfer."""
+Transfer = Callable[[], Awaitable[float]]  # all the blocks once; seconds
+
+
+@dataclass(slots=True, eq=False)
+class Way:
+    name: str
+    transfer: Transfer
+    seconds: list[float] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def by_transport(config: TransportsConfig, role: str, pool: KvPool) -> AsyncIterator[Transfer]:
+    """`role` is the receiver's: a transport, or the size of gRPC's chunks."""
     channels = Channels(TlsConfig())
-    links = make_links(WorkerConfig(transport=transport), pool, lambda: HOST)
-    times = []
-    async with other_process(config, transport) as port:
-        for number in range(config.num_transfers):
-            destination = control_pb2.Destination(transfer_id=number.to_bytes(16, "little"), boot_id=BOOT_ID)
-            channel = channels.get(f"{HOST}:{port}")
-            sender = Sender(links, channel, destination, GEOMETRY, [HeadShard(pool)], 30.0)
+    links = make_links(WorkerConfig(transport=GRPC if role.isdecimal() else role), pool, lambda: HOST)
+    numbers = itertools.count()
+    async with other_process(config, role) as port:
+
+        async def transfer() -> float:
+            destination = control_pb2.Destination(transfer_id=next(numbers).to_bytes(16, "little"), boot_id=BOOT_ID)
+            sender = Sender(links, channels.get(f"{HOST}:{port}"), destination, GEOMETRY, [HeadShard(pool)], 30.0)
             await sender.open(config.num_blocks)
             begin = time.perf_counter()
             await sender.push(0, range(1, config.num_blocks + 1))
             await sender.commit([Token(0, 1)], 0)
-            times.append(time.perf_counter() - begin)
+            return time.perf_counter() - begin
+
+        yield transfer
         await links.close()
         await channels.close()
-    return times[2:]
 
 
-def time_copy(config: TransportsConfig, pool: KvPool) -> list[float]:
-    """Seconds of copying the same blocks to memory of this process that is there already."""
-    source = pool.host_blocks
-    target = np.ones_like(source)
+def by_copy(config: TransportsConfig, pool: KvPool) -> Transfer:
+    """To memory of this process that is there already."""
+    source = pool.blocks
+    target = torch.ones_like(source)
 
-    def copy() -> None:
+    async def transfer() -> float:
+        begin = time.perf_counter()
         for block in range(1, config.num_blocks + 1):
             target[block] = source[block]
+        if config.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
 
-    return [_time(copy) for _ in range(config.num_transfers)][2:]
+    return transfer
 
 
-async def time_socket(config: TransportsConfig, pool: KvPool) -> list[float]:
+@asynccontextmanager
+async def by_socket(config: TransportsConfig, pool: KvPool) -> AsyncIterator[Transfer]:
+    """From host memory, wherever the pool is."""
     size_bytes = config.num_blocks * GEOMETRY.block_bytes
-    data = pool.host_blocks.reshape(-1)[:size_bytes].data
+    data = pool.blocks.flatten()[:size_bytes].cpu().numpy().data
     async with other_process(config, "socket") as port:
         with socket.create_connection((HOST, port)) as connection:
 
-            def send() -> None:
+            async def transfer() -> float:
+                begin = time.perf_counter()
                 connection.sendall(size_bytes.to_bytes(8, "little"))
                 connection.sendall(data)
                 connection.recv(1)
+                return time.perf_counter() - begin
 
-            times = [_time(send) for _ in range(config.num_transfers)]
-    return times[2:]
-
-
-def _time(function: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
+            yield transfer
 
 
 async def measure(config: TransportsConfig) -> list[Speed]:
     torch.set_num_threads(1)
-    pool = full_pool(config.num_blocks + 1)
-    copies = time_copy(config, pool)
-    times = {"plain copy": copies, "loopback socket": await time_socket(config, pool)}
-    for transport in TRANSPORTS:
-        times[transport] = await time_transport(config, transport, pool)
-        copies += time_copy(config, pool)  # again and again, so that a busy moment does not spoil the yardstick
+    pool = full_pool(config.num_blocks + 1, config.device)
+    async with AsyncExitStack() as stack:
+        ways = [Way(COPY, by_copy(config, pool)), Way(SOCKET, await stack.enter_async_context(by_socket(config, pool)))]
+        for role in (*TRANSPORTS[config.device], *map(str, config.grpc_chunks)):
+            name = f"grpc {int(role) >> 10} KiB" if role.isdecimal() else role
+            ways.append(Way(name, await stack.enter_async_context(by_transport(config, role, pool))))
+        for _ in range(config.num_transfers):
+            for way in ways:
+                way.seconds.append(await way.transfer())
     size_bytes = config.num_blocks * GEOMETRY.block_bytes
-    speeds = {way: size_bytes / min(seconds) / 1e9 for way, seconds in times.items()}
-    copy, raw = speeds["plain copy"], speeds["loopback socket"]
-    return [Speed(way, speed, speed / copy, speed / raw) for way, speed in speeds.items()]
+    speeds = {way.name: size_bytes / min(way.seconds[NUM_WARM_UPS:]) / 1e9 for way in ways}
+    return [Speed(way, speed, speed / speeds[COPY], speed / speeds[SOCKET]) for way, speed in speeds.items()]
 
 
 def table(speeds: list[Speed]) -> str:
@@ -223,11 +256,12 @@ def table(speeds: list[Speed]) -> str:
     return "\n".join(rows)
 
 
-_ROLE = "TWOSTROKE_BENCH_ROLE"  # set for the other process: a transport to receive by, or "socket"
+_ROLE = "TWOSTROKE_BENCH_ROLE"  # set for the other process: a transport or a size of gRPC's chunks to receive by, or "socket"
 
 
 def main() -> None:
     config = parse_config(TransportsConfig, sys.argv[1:], "python -m bench.transports")
+    keep_large_buffers()  # as every worker does
     role = os.environ.get(_ROLE)
     if role == "socket":
         drain_socket()

@@ -26,6 +26,7 @@ from shared.engine.scheduler import Scheduler
 from shared.errors import InvalidRequest
 from shared.grpc_serving import Server
 from shared.index.registry import Registration
+from shared.malloc import keep_large_buffers
 from shared.readiness import notify_progress, notify_ready
 from shared.request import Request
 from shared.rpc import control_pb2, control_pb2_grpc
@@ -146,6 +147,7 @@ class _StatusService(control_pb2_grpc.WorkerServicer):
 def run_worker(config: WorkerConfig, role: Role, services: Callable[[Worker], Sequence[Service]]) -> None:
     """Runs until SIGTERM or SIGINT. Raises ConfigError for what an operator can mend."""
     configure_logging(config.log_level, config.worker_id or role.value)
+    keep_large_buffers()
     notify_progress(f"loading {config.model_name}")
     runner = load_runner(config, role)
     asyncio.run(_serve(config, role, runner, services))

@@ -54,7 +54,7 @@ class WorkerConfig(TlsConfig):
     transport: str = option(
         "auto",
         "how KV blocks travel between workers; auto: as both can best",
-        choices=("auto", "shm", "nccl", "gloo", "grpc"),
+        choices=("auto", "cuda-ipc", "shm", "nccl", "gloo", "grpc"),
     )
     transfer_timeout_s: float = option(30.0, "longest wait for one step of a KV transfer: room, chunk or acknowledgement")
     drain_timeout_s: float = option(30.0, "after SIGTERM, how long running sequences may go on")

@@ -9,6 +9,7 @@ from services.decode.config import DecodeConfig
 from services.decode.server import DecodeService
 from shared.config import parse_config
 from shared.rpc import control_pb2_grpc, kv_pb2_grpc
+from shared.transfer.heads import PoolGroup
 from shared.transfer.receiver import Receiver
 from shared.transfer.service import KvTransferService
 from shared.transfer.setup import make_hosts
@@ -25,10 +26,11 @@ def decode_services(worker: Worker) -> list[Service]:
     if worker.role is Role.COLOCATED:
         return [_decode(worker, None)]
     timeout_s = worker.config.transfer_timeout_s
-    hosts = make_hosts(worker.config, worker.pool, worker.boot_id, worker.host_name)
+    pools = PoolGroup.of(worker.pool)
+    hosts = make_hosts(worker.config, pools, worker.boot_id, worker.host_name)
     worker.transports = hosts.transports
     worker.at_close(hosts.close)
-    receiver = Receiver(worker.engine, worker.pool, worker.geometry, worker.boot_id, timeout_s, worker.streams.deliver, hosts)
+    receiver = Receiver(worker.engine, pools, worker.boot_id, timeout_s, worker.streams.deliver, hosts)
     worker.streams.after_step = receiver.notify_room
     transfer = KvTransferService(receiver, timeout_s)
     return [

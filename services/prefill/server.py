@@ -1,8 +1,8 @@
 """The Prefill service: compute a prompt, ship its blocks while the rest is computed, sample the first token, commit.
 
     submit(hold) ─> first chunk starts ─> Open ─┐
-                    chunk computed ────────────>├─ Push finished blocks      (the next chunk computes meanwhile)
-                    chunk computed ────────────>├─ Push finished blocks
+                    some layers computed ──────>├─ Push those of finished blocks      (the next layers compute meanwhile)
+                    chunk computed ────────────>├─ Push the rest of them              (the next chunk computes meanwhile)
                     first tokens ──────────────>└─ Push the rest, Commit ─> acknowledged ─> release
 
 The call owns the sequence and its reservation at the receiver. If it ends early, both are given back.
@@ -11,20 +11,18 @@ The call owns the sequence and its reservation at the receiver. If it ends early
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
+from services.prefill.shipment import Shipment
 from shared.channels import Channels
 from shared.engine.engine import Engine
-from shared.engine.plan import Event, Failure, Progress
-from shared.engine.sequence import Sequence
+from shared.engine.plan import Event
 from shared.errors import InvalidRequest, Unavailable
-from shared.request import Output, Token
 from shared.rpc import control_pb2, control_pb2_grpc
 from shared.streams import Streams
-from shared.transfer import metrics
+from shared.transfer.heads import HeadShard
 from shared.transfer.links import Links
-from shared.transfer.sender import HeadShard, Sender
+from shared.transfer.sender import Sender
 from shared.wire import request_from_wire
 from shared.worker import Worker
 
@@ -51,7 +49,7 @@ class PrefillService(control_pb2_grpc.PrefillServicer):
         events = self._streams.open(request.request_id)
         try:
             sequence = self._engine.submit(request, hold=True)
-            reply = await _Shipment(sequence, sender, worker.geometry.block_size).run(events)
+            reply = await Shipment(sequence, sender, worker.geometry).run(events)
             self._engine.release(request.request_id)
             return reply
         except BaseException as error:
@@ -69,50 +67,3 @@ def _check(destination: control_pb2.Destination) -> None:
     host, _, port = destination.address.rpartition(":")
     if not host or not port.isdecimal():
         raise InvalidRequest(f"destination.address is {destination.address!r}; it must be host:port", param="address")
-
-
-class _Shipment:
-    """One prompt on its way: what has been computed, what has been sent, and when."""
-
-    def __init__(self, sequence: Sequence, sender: Sender, block_size: int) -> None:
-        self._sequence = sequence
-        self._sender = sender
-        self._block_size = block_size
-        self._num_blocks = -(-len(sequence.request.token_ids) // block_size)
-        self._next_block = 0
-
-    async def run(self, events: asyncio.Queue[Event]) -> control_pb2.PrefillReply:
-        arrived_s = time.monotonic()
-        await self._next(events)  # the first chunk starts
-        started_s = time.monotonic()
-        self._next_block = await self._sender.open(self._num_blocks)
-        first_tokens: dict[int, Token] = {}
-        while len(first_tokens) < self._sequence.request.sampling.n:
-            event = await self._next(events)
-            if isinstance(event, Output):
-                first_tokens[event.choice] = event.tokens[0]
-            else:
-                await self._push_up_to(event.num_computed_tokens // self._block_size)
-        computed_s = time.monotonic()
-        await self._push_up_to(self._num_blocks)
-        await self._sender.commit([token for _, token in sorted(first_tokens.items())], self._sequence.num_cached_tokens)
-        done_s = time.monotonic()
-        metrics.transfer_seconds.labels(self._sender.transport).observe(done_s - computed_s)
-        return control_pb2.PrefillReply(
-            num_cached_tokens=self._sequence.num_cached_tokens,
-            num_shipped_blocks=self._sender.num_shipped_blocks,
-            queue_s=started_s - arrived_s,
-            compute_s=computed_s - started_s,
-            transfer_s=done_s - computed_s,
-        )
-
-    async def _next(self, events: asyncio.Queue[Event]) -> Output | Progress:
-        event = await events.get()
-        if isinstance(event, Failure):
-            raise event.error
-        return event
-
-    async def _push_up_to(self, end: int) -> None:
-        if end > self._next_block:
-            begin, self._next_block = self._next_block, end
-            await self._sender.push(begin, self._sequence.block_table[begin:end])

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from shared.engine import metrics
+from shared.engine.layer_progress import layer_progress
 from shared.engine.plan import Event, Failure, Pending, Plan, Progress, SampledToken
 from shared.engine.sampler import NotFiniteLogits
 from shared.engine.scheduler import Scheduler
@@ -48,8 +49,9 @@ class Runner(Protocol):
     def is_asynchronous(self) -> bool:
         """Whether `launch` returns before the step is computed, so that it pays to launch the next one meanwhile."""
 
-    def launch(self, plan: Plan) -> Pending:
-        """Starts a step. Raises if that fails; what fails later is raised by what is returned."""
+    def launch(self, plan: Plan, on_layer: Callable[[int], None] | None = None) -> Pending:
+        """Starts a step. Raises if that fails; what fails later is raised by what is returned. Where it is known before the end,
+        `on_layer` is told on this thread how many layers' KV is there."""
 
 
 @dataclass(slots=True)
@@ -195,7 +197,7 @@ class Engine:
 
     def _launch(self, plan: Plan) -> Pending:
         try:
-            return self._runner.launch(plan)
+            return self._runner.launch(plan, layer_progress(plan, self._listener))
         except Exception as error:
             return _NotLaunched(error)
 

@@ -30,6 +30,8 @@ from shared.kernels.kv_layout import KvLayer, typed_views
 from shared.models.dtype import KV_DTYPES
 from shared.worker_info import KvGeometry
 
+ALL_LAYERS = slice(None)
+
 
 class KvPool:
     """`storage` makes the memory: (bytes, device) -> uint8 tensor of that length, all zero."""
@@ -65,17 +67,18 @@ class KvPool:
         """The bytes of a pool on a CPU, writable: [NB, L, 2, Hkv, head_bytes]."""
         return self.blocks.numpy()
 
-    def gather(self, block_ids: Sequence[int]) -> Tensor:
-        """Whole blocks, one after the other: [len(block_ids) * block_bytes] uint8, on the pool's device."""
+    def gather(self, block_ids: Sequence[int], layers: slice = ALL_LAYERS) -> Tensor:
+        """Those layers of some blocks, one block after the other: flat uint8, on the pool's device."""
         ids = torch.tensor(block_ids, dtype=torch.int64).to(self.device)
-        return self._kernels.gather_blocks(self.blocks, ids).flatten()
+        blocks = self._kernels.gather_blocks(self.blocks, ids) if layers == ALL_LAYERS else self.blocks[ids, layers]
+        return blocks.flatten()
 
-    def read_blocks(self, block_ids: Sequence[int]) -> bytes | memoryview:
-        """Whole blocks, one after the other. Waits for the device."""
+    def read_blocks(self, block_ids: Sequence[int], layers: slice = ALL_LAYERS) -> bytes | memoryview:
+        """Those layers of some blocks, one block after the other. Waits for the device."""
         if self.device.type == "cpu":
-            rows = self.host_blocks.reshape(self.num_blocks, -1)
-            return b"".join([rows[b] for b in block_ids])
-        return self.gather(block_ids).cpu().numpy().data
+            blocks = self.host_blocks
+            return b"".join([blocks[b, layers].data for b in block_ids])  # layers of one block are one run of bytes
+        return self.gather(block_ids, layers).cpu().numpy().data
 
     def write_blocks(
         self,

@@ -83,10 +83,12 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A held sequence's prompt is computed up to here: its blocks before this token may be shipped."""
+    """A held sequence's prompt is computed up to here: its blocks before this token may be shipped; with `num_layers`, only that
+    many of their layers, while the step computes the others."""
 
     request_id: str
     num_computed_tokens: int
+    num_layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

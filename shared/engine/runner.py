@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from math import prod
 
 import numpy as np
@@ -64,10 +65,12 @@ class ModelRunner:
         return self.pool.device.type == "cuda"
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Samples:
-        """Starts a step. One that was planned ahead takes its tokens from the step launched before it."""
+    def launch(self, plan: Plan, on_layer: Callable[[int], None] | None = None) -> Samples:
+        """Starts a step. One that was planned ahead takes its tokens from the step launched before it.
+
+        `on_layer` is called with how many layers' KV is there, on a CPU: on a GPU that is not known before the step has ended."""
         self.pool.copy(plan.copies)
-        samples = self._sampler.launch(self._logits(plan), plan.scheduled)
+        samples = self._sampler.launch(self._logits(plan, None if self.is_asynchronous else on_layer), plan.scheduled)
         self._sampled = samples.token_ids
         return samples
 
@@ -75,13 +78,13 @@ class ModelRunner:
         """Per scheduled sequence, its `num_samples` tokens. Raises NotFiniteLogits if the model gives no numbers for one."""
         return self.launch(plan).wait()
 
-    def _logits(self, plan: Plan) -> Tensor:
+    def _logits(self, plan: Plan, on_layer: Callable[[int], None] | None) -> Tensor:
         """[R, V]: of the last token of each sequence that samples, in the plan's order."""
         token_ids = self._token_ids(plan)
         if self._decode_graphs is not None and self._decode_graphs.can_run(plan):
             return self._decode_graphs.run(plan, token_ids)
         batch = build_batch(plan, self.pool.geometry.block_size, self.pool.device)
-        hidden = self.model.forward(token_ids, self.pool.layers, batch.attention)
+        hidden = self.model.forward(token_ids, self.pool.layers, batch.attention, on_layer)
         if not len(batch.sample_rows):
             return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
         return self.model.logits(hidden[batch.sample_rows])

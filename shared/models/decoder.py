@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,14 +57,24 @@ class Decoder:
         self._weights = weights
         self._scale = config.head_dim**-0.5
 
-    def forward(self, token_ids: Tensor, kv_layers: Sequence[KvLayer], batch: AttentionBatch) -> Tensor:
-        """token_ids [T] int64 -> normalized hidden states [T, E]. Writes the tokens' K and V to the pool, one view per layer."""
+    def forward(
+        self,
+        token_ids: Tensor,
+        kv_layers: Sequence[KvLayer],
+        batch: AttentionBatch,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """token_ids [T] int64 -> normalized hidden states [T, E]. Writes the tokens' K and V to the pool, one view per layer.
+
+        `on_layer` is called with how many layers' K and V have been written: computed on a CPU, launched on a GPU."""
         weights, kernels, eps = self._weights, self.kernels, self.config.rms_norm_eps
         residual = kernels.embedding(token_ids, weights.embed)
         x = kernels.rms_norm(residual, weights.layers[0].input_norm, eps)
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.norm]
         for i, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
             x = self._attention(layer, x, kv_layers[i], batch, self.config.windows[i])
+            if on_layer is not None:
+                on_layer(i + 1)
             x = kernels.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = self._linear(layer.down, kernels.silu_mul(self._linear(layer.gate_up, x)))
             x = kernels.add_rms_norm(x, residual, next_norm, eps)

@@ -53,6 +53,38 @@ class Offer(_message.Message):
     socket_path: str
     def __init__(self, transport: _Optional[str] = ..., machine_id: _Optional[str] = ..., socket_path: _Optional[str] = ...) -> None: ...
 
+class PoolGreeting(_message.Message):
+    __slots__ = ("boot_id", "link_id", "pools")
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    LINK_ID_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    boot_id: str
+    link_id: bytes
+    pools: _containers.RepeatedCompositeFieldContainer[PoolMemory]
+    def __init__(self, boot_id: _Optional[str] = ..., link_id: _Optional[bytes] = ..., pools: _Optional[_Iterable[_Union[PoolMemory, _Mapping]]] = ...) -> None: ...
+
+class PoolMemory(_message.Message):
+    __slots__ = ("size_bytes", "first_head", "num_heads", "cuda")
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
+    CUDA_FIELD_NUMBER: _ClassVar[int]
+    size_bytes: int
+    first_head: int
+    num_heads: int
+    cuda: CudaMemory
+    def __init__(self, size_bytes: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., cuda: _Optional[_Union[CudaMemory, _Mapping]] = ...) -> None: ...
+
+class CudaMemory(_message.Message):
+    __slots__ = ("ipc_handle", "offset_bytes", "device_uuid")
+    IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    ipc_handle: bytes
+    offset_bytes: int
+    device_uuid: str
+    def __init__(self, ipc_handle: _Optional[bytes] = ..., offset_bytes: _Optional[int] = ..., device_uuid: _Optional[str] = ...) -> None: ...
+
 class JoinRequest(_message.Message):
     __slots__ = ("boot_id", "transport", "link_id")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]

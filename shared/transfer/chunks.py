@@ -1,6 +1,8 @@
-"""Size and checksum of a chunk, the same at both ends."""
+"""How blocks are cut into chunks, and a chunk's size and checksum, which are the same at both ends."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import xxhash
 from torch import Tensor
@@ -10,9 +12,32 @@ from shared.transfer.interface import Payload
 from shared.worker_info import KvGeometry
 
 
+def cut(num_blocks: int, layers: range, layer_bytes: int, max_chunk_bytes: int) -> Iterator[tuple[range, range]]:
+    """The (blocks, layers) of each chunk, in order: as many whole blocks as fit, or, of blocks too large, as many layers.
+
+    `layer_bytes` is the size of one layer of one block. One layer is the least that is sent, whatever its size.
+    """
+    block_bytes = len(layers) * layer_bytes
+    if block_bytes <= max_chunk_bytes:
+        for blocks in _runs(range(num_blocks), max_chunk_bytes // block_bytes):
+            yield blocks, layers
+        return
+    for block in range(num_blocks):
+        for run in _runs(layers, max(1, max_chunk_bytes // layer_bytes)):
+            yield range(block, block + 1), run
+
+
+def _runs(whole: range, length: int) -> Iterator[range]:
+    return (whole[start : start + length] for start in range(0, len(whole), length))
+
+
 def chunk_bytes(geometry: KvGeometry, chunk: kv_pb2.Chunk) -> int:
     """`geometry` is the whole model's."""
     return chunk.num_blocks * chunk.num_layers * 2 * chunk.num_heads * geometry.head_bytes
+
+
+def layers_of(chunk: kv_pb2.Chunk) -> slice:
+    return slice(chunk.first_layer, chunk.first_layer + chunk.num_layers)
 
 
 def checksum_of(payload: Payload) -> int:

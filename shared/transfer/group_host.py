@@ -15,12 +15,13 @@ from contextlib import asynccontextmanager
 
 from torch import Tensor
 
-from shared.engine.kv_pool import KvPool
 from shared.errors import CorruptTransfer
 from shared.rpc import kv_pb2
 from shared.transfer.chunks import chunk_bytes
 from shared.transfer.communicator import RECEIVER_RANK, Communicator, serve_store
+from shared.transfer.heads import PoolGroup
 from shared.transfer.interface import GLOO, LinkLost, Route
+from shared.worker_info import KvGeometry
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class GroupLanding:
         self._staged: Tensor | None = None
         link.landings.add(self)
 
-    def grant(self, block_ids: Sequence[int]) -> Sequence[int]:
+    async def grant(self, block_ids: Sequence[int]) -> Sequence[int]:
         return ()
 
     @asynccontextmanager
@@ -70,11 +71,11 @@ class GroupLanding:
 class _Link:
     """One sending process. Parcels are received in the order of their numbers, whichever attempt they belong to."""
 
-    def __init__(self, communicator: Communicator, pool: KvPool) -> None:
+    def __init__(self, communicator: Communicator, geometry: KvGeometry) -> None:
         self.landings: set[GroupLanding] = set()
         self.ended = asyncio.Event()
         self._communicator = communicator
-        self._geometry = pool.geometry
+        self._geometry = geometry
         self._next_parcel = 0
         self._turn = asyncio.Condition()
 
@@ -108,10 +109,11 @@ class _Link:
 
 
 class GroupHost:
-    def __init__(self, transport: str, pool: KvPool, boot_id: str, address: Callable[[], str], timeout_s: float) -> None:
+    def __init__(self, transport: str, pools: PoolGroup, boot_id: str, address: Callable[[], str], timeout_s: float) -> None:
         """`address` gives the name that others reach this host by, once it is known."""
         self.name = transport
-        self._pool = pool
+        self._geometry = pools.geometry
+        self._device = pools.shards[0].pool.device  # where chunks land, whichever pools their heads then go to
         self._boot_id = boot_id
         self._address = address
         self._timeout_s = timeout_s
@@ -126,8 +128,8 @@ class GroupHost:
             raise LinkLost("this is not the worker that was meant")
         address = self._address()
         store, port = await asyncio.to_thread(serve_store, address, _JOIN_TIMEOUT_S)
-        communicator = Communicator(self.name, self._pool.device, RECEIVER_RANK, self._timeout_s)
-        link = self._links[request.link_id] = _Link(communicator, self._pool)
+        communicator = Communicator(self.name, self._device, RECEIVER_RANK, self._timeout_s)
+        link = self._links[request.link_id] = _Link(communicator, self._geometry)
         try:
             yield kv_pb2.JoinReply(store_host=address, store_port=port)
             async with asyncio.timeout(_JOIN_TIMEOUT_S):

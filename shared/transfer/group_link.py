@@ -18,7 +18,7 @@ import torch
 from shared.engine.kv_pool import KvPool
 from shared.grpc_errors import from_rpc_error
 from shared.rpc import kv_pb2
-from shared.transfer.chunks import checksum_of
+from shared.transfer.chunks import checksum_of, layers_of
 from shared.transfer.communicator import SENDER_RANK, Communicator, connect_store
 from shared.transfer.interface import GLOO, Announce, LinkLost, Peer, Route
 
@@ -36,7 +36,7 @@ class GroupWriter:
         pass
 
     async def ship(self, chunk: kv_pb2.Chunk, pool: KvPool, block_ids: Sequence[int], announce: Announce) -> None:
-        staged = pool.gather(block_ids)
+        staged = pool.gather(block_ids, layers_of(chunk))
         if self.route.transport == GLOO:
             chunk.checksum = checksum_of(staged)
         await self._link.send(chunk, staged, announce)
@@ -68,7 +68,7 @@ class GroupLink:
             chunk.parcel = self._next_parcel
             self._next_parcel += 1
             try:
-                await announce(chunk)
+                await announce()
                 await self._communicator.send(staged)
             except BaseException:  # the receiver may or may not have this number
                 self.discard()

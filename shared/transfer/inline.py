@@ -10,10 +10,11 @@ import xxhash
 
 from shared.engine.kv_pool import KvPool
 from shared.rpc import kv_pb2
+from shared.transfer.chunks import layers_of
 from shared.transfer.interface import GRPC, Announce, Peer, Route
 
-# Below 1 MiB the cost of a message shows; above 4 MiB nothing is gained, and a message blocks the event loop noticeably.
-MAX_CHUNK_BYTES = 4 * 1024 * 1024
+# Measured (docs/performance.md): below 512 KiB the cost of a message shows, and above 2 MiB chunks no longer fit the caches.
+MAX_CHUNK_BYTES = 1024 * 1024
 
 
 class InlineWriter:
@@ -23,10 +24,10 @@ class InlineWriter:
         pass
 
     async def ship(self, chunk: kv_pb2.Chunk, pool: KvPool, block_ids: Sequence[int], announce: Announce) -> None:
-        data = pool.read_blocks(block_ids)
+        data = pool.read_blocks(block_ids, layers_of(chunk))
         chunk.checksum = xxhash.xxh3_64_intdigest(data)
         chunk.data = data if isinstance(data, bytes) else bytes(data)
-        await announce(chunk)
+        await announce()
 
     def close(self) -> None:
         pass
@@ -53,10 +54,12 @@ class InlineConnector:
 
 class InlineLanding:
     transport = GRPC
-    max_chunk_bytes = MAX_CHUNK_BYTES
     has_checksums = True
 
-    def grant(self, block_ids: Sequence[int]) -> Sequence[int]:
+    def __init__(self, max_chunk_bytes: int) -> None:
+        self.max_chunk_bytes = max_chunk_bytes
+
+    async def grant(self, block_ids: Sequence[int]) -> Sequence[int]:
         return ()
 
     @asynccontextmanager
@@ -76,11 +79,14 @@ class InlineLanding:
 class InlineHost:
     name = GRPC
 
+    def __init__(self, max_chunk_bytes: int = MAX_CHUNK_BYTES) -> None:
+        self._max_chunk_bytes = max_chunk_bytes
+
     def offer(self) -> kv_pb2.Offer:
         return kv_pb2.Offer(transport=GRPC)
 
     def landing(self, route: Route, on_lost: Callable[[], None]) -> InlineLanding:
-        return InlineLanding()
+        return InlineLanding(self._max_chunk_bytes)
 
     async def close(self) -> None:
         pass

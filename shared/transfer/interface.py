@@ -26,9 +26,9 @@ from shared.engine.kv_pool import KvPool
 from shared.errors import Unavailable
 from shared.rpc import kv_pb2
 
-GRPC, SHM, NCCL, GLOO = "grpc", "shm", "nccl", "gloo"
+GRPC, SHM, CUDA_IPC, NCCL, GLOO = "grpc", "shm", "cuda-ipc", "nccl", "gloo"
 
-Announce = Callable[[kv_pb2.Chunk], Awaitable[None]]  # sends a chunk's header to the receiver
+Announce = Callable[[], Awaitable[None]]  # sends the chunk, as it is filled in now, to the receiver
 Payload = bytes | memoryview | Tensor
 
 
@@ -66,8 +66,8 @@ class Writer(Protocol):
         """The receiver has reserved the blocks."""
 
     async def ship(self, chunk: kv_pb2.Chunk, pool: KvPool, block_ids: Sequence[int], announce: Announce) -> None:
-        """Moves `block_ids` of `pool` as the chunk's blocks, fills in the chunk's fields and announces it, in the order that the
-        transport needs. When it returns, the blocks have been read. Raises LinkLost or StaleTransfer."""
+        """Moves the chunk's layers of `block_ids` of `pool` as the chunk's blocks, fills in its fields and announces it, in
+        the order that the transport needs. When it returns, the blocks have been read. Raises LinkLost or StaleTransfer."""
 
     def close(self) -> None:
         """Nothing is written after this. Idempotent."""
@@ -100,8 +100,8 @@ class Landing(Protocol):
     max_chunk_bytes: int
     has_checksums: bool
 
-    def grant(self, block_ids: Sequence[int]) -> Sequence[int]:
-        """Which of the reserved blocks the sender must know."""
+    async def grant(self, block_ids: Sequence[int]) -> Sequence[int]:
+        """Which of the reserved blocks the sender must know. Returns when they may be written to."""
 
     def arrival(self, chunk: kv_pb2.Chunk) -> AbstractAsyncContextManager[None]:
         """Inside, the chunk's bytes are here and `payload` gives them. Raises LinkLost or CorruptTransfer."""

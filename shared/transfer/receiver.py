@@ -7,8 +7,8 @@
     abort(key) / forget(id) / lease expiry / link lost      the blocks go back
 
 All methods run on one event loop and none of them awaits between checking a reservation and using it, so this process never writes
-a block after its reservation has ended. Where the sender itself writes into the blocks (shared memory), what an ended attempt had
-reserved is first fenced: it stays reserved until the sender can certainly not write to it any more.
+a block after its reservation has ended. Where the sender itself writes into the blocks (shared memory, CUDA IPC), what an ended
+attempt had reserved is first fenced: it stays reserved until the sender can certainly not write to it any more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.engine.engine import Engine
-from shared.engine.kv_pool import KvPool
 from shared.engine.plan import SampledToken
 from shared.engine.sequence import Sequence as EngineSequence
 from shared.errors import CorruptTransfer, IncompatiblePeer, InvalidRequest, Overloaded, StaleTransfer
@@ -30,10 +29,10 @@ from shared.request import Output, Request
 from shared.rpc import kv_pb2
 from shared.transfer import metrics
 from shared.transfer.chunks import checksum_of, chunk_bytes
+from shared.transfer.heads import PoolGroup
 from shared.transfer.hosts import Hosts
 from shared.transfer.inline import InlineHost
 from shared.transfer.interface import Landing, Payload, Route
-from shared.worker_info import KvGeometry
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +68,7 @@ class Receiver:
     def __init__(
         self,
         engine: Engine,
-        pool: KvPool,
-        geometry: KvGeometry,
+        pools: PoolGroup,
         boot_id: str,
         lease_s: float,
         on_outputs: Callable[[Sequence[Output]], None],
@@ -78,8 +76,8 @@ class Receiver:
     ) -> None:
         """`hosts` are the transports offered; None: gRPC only."""
         self._engine = engine
-        self._pool = pool
-        self._geometry = geometry
+        self._pools = pools
+        self._geometry = pools.geometry
         self._boot_id = boot_id
         self._lease_s = lease_s
         self._on_outputs = on_outputs
@@ -139,11 +137,13 @@ class Receiver:
         reservation = self._live(key)
         if reservation.route != route:
             raise self._stale(f"attempt {key.attempt} is open over another link", "old_attempt")
+        granted = await reservation.landing.grant(reservation.sequence.block_table[reservation.num_cached_blocks :])
+        self._live(key)  # it may have ended meanwhile
         return kv_pb2.OpenReply(
             num_cached_blocks=reservation.num_cached_blocks,
             lease_s=self._lease_s,
             max_chunk_bytes=reservation.landing.max_chunk_bytes,
-            block_ids=reservation.landing.grant(reservation.sequence.block_table[reservation.num_cached_blocks :]),
+            block_ids=granted,
         )
 
     async def receive(self, key: kv_pb2.TransferKey, chunk: kv_pb2.Chunk) -> None:
@@ -270,7 +270,7 @@ class Receiver:
             raise self._corrupt(key, f"chunk {chunk.sequence_number} does not match its checksum", "checksum")
         block_ids = reservation.sequence.block_table[chunk.first_block : chunk.first_block + chunk.num_blocks]
         try:
-            self._pool.write_blocks(block_ids, payload, chunk.first_layer, chunk.num_layers, chunk.first_head, chunk.num_heads)
+            self._pools.write_blocks(block_ids, payload, chunk.first_layer, chunk.num_layers, chunk.first_head, chunk.num_heads)
         except CorruptTransfer as error:
             raise self._corrupt(key, error.message, "size") from None
 

@@ -1,8 +1,8 @@
 """The sending end of the handoff: one object per transfer attempt, used in the order open, push…, commit; or abort at any point.
 
-A chunk is as many whole blocks as fit the receiver's limit. Chunks go out while the next part of the prompt is computed. The link
-moves the bytes (`shared/transfer/interface.py`); their headers and the commit are messages of one stream, so that the commit cannot
-overtake a chunk.
+A chunk is as many whole blocks as fit the receiver's limit, or, where not even one does, a few layers of it. Chunks go out while
+the next part of the prompt is computed. The link moves the bytes (`shared/transfer/interface.py`); their headers and the commit are
+messages of one stream, so that the commit cannot overtake a chunk.
 
 A worker that is split over several devices has a pool on each, with some of the heads (`HeadShard`). A chunk is one shard's part of
 a run of blocks; the receiver, whatever its own split, counts a block as complete when all of its heads have come.
@@ -13,18 +13,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
 
-from shared.engine.kv_pool import KvPool
 from shared.errors import DeadlineExceeded, Internal, Unavailable
 from shared.grpc_errors import from_rpc_error
 from shared.request import Token
 from shared.rpc import control_pb2, kv_pb2, kv_pb2_grpc
 from shared.transfer import metrics
-from shared.transfer.chunks import chunk_bytes
+from shared.transfer.chunks import chunk_bytes, cut
+from shared.transfer.heads import HeadShard
 from shared.transfer.interface import Link, Peer, Writer
 from shared.transfer.links import Links
 from shared.wire import token_to_wire
@@ -33,14 +32,6 @@ from shared.worker_info import KvGeometry
 log = logging.getLogger(__name__)
 
 _ABORT_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShard:
-    """A pool that holds the model's KV heads first_head, first_head + 1, …, as many as its geometry says."""
-
-    pool: KvPool
-    first_head: int = 0
 
 
 class Sender:
@@ -65,7 +56,7 @@ class Sender:
         self._geometry = geometry
         self._shards = shards
         self._timeout_s = timeout_s
-        self._max_chunk_blocks = 1
+        self._max_chunk_bytes = 0
         self._num_chunks = 0
         self._num_blocks = 0
         self._link: Link | None = None
@@ -89,18 +80,21 @@ class Sender:
         self._writer = self._link.writer()
         reply = await self._open(self._link, self._writer, num_blocks)
         self._writer.opened(reply)
-        self._max_chunk_blocks = max(1, reply.max_chunk_bytes // self._geometry.block_bytes)
+        self._max_chunk_bytes = reply.max_chunk_bytes
         self._call = self._peer.stub.Push()
         self._call.add_done_callback(lambda _: self._call_ended.set())
         return int(reply.num_cached_blocks)
 
-    async def push(self, first_block: int, block_ids: Sequence[int]) -> None:
-        """Ships blocks of this worker's pools as the prompt's blocks first_block, first_block + 1, …"""
-        for start in range(0, len(block_ids), self._max_chunk_blocks):
-            part = block_ids[start : start + self._max_chunk_blocks]
+    async def push(self, first_block: int, block_ids: Sequence[int], layers: range | None = None) -> None:
+        """Ships blocks of this worker's pools as the prompt's blocks first_block, first_block + 1, …; all layers of them, or some.
+        A block's layers go in order, and with its last one it counts as shipped."""
+        g = self._geometry
+        wanted = range(g.num_layers) if layers is None else layers
+        for blocks, run in cut(len(block_ids), wanted, g.block_bytes // g.num_layers, self._max_chunk_bytes):
             for shard in self._shards:
-                await self._ship(shard, first_block + start, part)
-            self._num_blocks += len(part)
+                await self._ship(shard, first_block + blocks.start, block_ids[blocks.start : blocks.stop], run)
+        if wanted.stop == g.num_layers:
+            self._num_blocks += len(block_ids)
 
     async def commit(self, first_tokens: Sequence[Token], num_cached_tokens: int) -> None:
         """Sends the manifest and waits for the acknowledgement: after it the blocks may be released."""
@@ -162,18 +156,16 @@ class Sender:
             raise error from None
         return reply
 
-    async def _ship(self, shard: HeadShard, first_block: int, block_ids: Sequence[int]) -> None:
+    async def _ship(self, shard: HeadShard, first_block: int, block_ids: Sequence[int], layers: range) -> None:
         assert self._writer is not None, "push() before open()"
-        chunk = kv_pb2.Chunk(
-            sequence_number=self._num_chunks,
-            first_block=first_block,
-            num_blocks=len(block_ids),
-            num_layers=self._geometry.num_layers,
-            first_head=shard.first_head,
-            num_heads=shard.pool.geometry.num_kv_heads,
-        )
+        message = kv_pb2.PushRequest(key=self._key)
+        chunk = message.chunk  # filled in where it is: a chunk that is put into a message is copied, with all its bytes
+        chunk.sequence_number = self._num_chunks
+        chunk.first_block, chunk.num_blocks = first_block, len(block_ids)
+        chunk.first_layer, chunk.num_layers = layers.start, len(layers)
+        chunk.first_head, chunk.num_heads = shard.first_head, shard.pool.geometry.num_kv_heads
         # A task of its own, because a parcel that is half under way had better arrive when this call is cancelled (see `abort`).
-        self._shipping = asyncio.create_task(self._writer.ship(chunk, shard.pool, block_ids, self._announce))
+        self._shipping = asyncio.create_task(self._writer.ship(chunk, shard.pool, block_ids, lambda: self._write(message)))
         await self._shipped_or_refused(self._shipping)
         if not self._shipping.done():
             self._shipping.cancel()
@@ -196,9 +188,6 @@ class Sender:
         await asyncio.wait({self._shipping}, timeout=_ABORT_TIMEOUT_S)
         self._shipping.cancel()
         await asyncio.gather(self._shipping, return_exceptions=True)
-
-    async def _announce(self, chunk: kv_pb2.Chunk) -> None:
-        await self._write(kv_pb2.PushRequest(key=self._key, chunk=chunk))
 
     async def _write(self, message: kv_pb2.PushRequest) -> None:
         try:

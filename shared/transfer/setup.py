@@ -1,62 +1,94 @@
 """Which transports a worker takes part in, best first: what its memory and its options allow.
 
-    shm    a pool of the receiver in shared memory, and a sender on the same host
-    nccl   both pools on GPUs
-    gloo   both pools on CPUs
-    grpc   always
+    cuda-ipc   pools of both on GPUs of one host that both processes see
+    shm        pools of the receiver in shared memory, and a sender on the same host
+    nccl       pools of both on GPUs
+    gloo       pools of both on CPUs
+    grpc       always
 
 NCCL and gloo send in the clear, so with TLS they are used only where `--transport` asks for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 
 from shared.engine.kv_pool import KvPool
 from shared.errors import ConfigError
+from shared.transfer.cuda_device import CudaDevice
+from shared.transfer.cuda_ipc import CudaExported, CudaMapper
 from shared.transfer.group_host import GroupHost
 from shared.transfer.group_link import GroupConnector
+from shared.transfer.heads import PoolGroup
 from shared.transfer.hosts import Hosts
 from shared.transfer.inline import InlineConnector, InlineHost
-from shared.transfer.interface import GLOO, GRPC, NCCL, SHM, Connector, Host
+from shared.transfer.interface import CUDA_IPC, GLOO, GRPC, NCCL, SHM, Connector, Host
 from shared.transfer.links import Links
-from shared.transfer.shm_host import ShmHost
-from shared.transfer.shm_link import ShmConnector
+from shared.transfer.mapped_host import MappedHost
+from shared.transfer.mapped_link import MappedConnector
+from shared.transfer.mapped_memory import Exported
+from shared.transfer.shm import ShmExported, ShmMapper
 from shared.worker_config import WorkerConfig
+
+log = logging.getLogger(__name__)
 
 
 def make_links(config: WorkerConfig, pool: KvPool, host_name: Callable[[], str]) -> Links:
     """A prefill worker's. `host_name` gives the name that others reach this host by, once it is known. Raises ConfigError."""
+    device = pool.device
     makers: dict[str, Callable[[], Connector]] = {
-        SHM: lambda: ShmConnector(pool.geometry),
-        NCCL: lambda: GroupConnector(NCCL, pool.device, host_name, config.transfer_timeout_s),
-        GLOO: lambda: GroupConnector(GLOO, pool.device, host_name, config.transfer_timeout_s),
+        CUDA_IPC: lambda: MappedConnector(CudaMapper(CudaDevice()), pool.geometry),
+        SHM: lambda: MappedConnector(ShmMapper(), pool.geometry),
+        NCCL: lambda: GroupConnector(NCCL, device, host_name, config.transfer_timeout_s),
+        GLOO: lambda: GroupConnector(GLOO, device, host_name, config.transfer_timeout_s),
         GRPC: InlineConnector,
     }
-    return Links([makers[name]() for name in _choose(config, [SHM, *_possible(pool), GRPC])])
+    mapped = [CUDA_IPC, SHM] if _has_cuda_ipc(device) else [SHM]
+    return Links([makers[name]() for name in _choose(config, [*mapped, *_group_backends(device), GRPC])])
 
 
-def make_hosts(config: WorkerConfig, pool: KvPool, boot_id: str, host_name: Callable[[], str]) -> Hosts:
+def make_hosts(config: WorkerConfig, pools: PoolGroup, boot_id: str, host_name: Callable[[], str]) -> Hosts:
     """A decode worker's; as `make_links`."""
+    exported = _export(pools) if config.transport in ("auto", CUDA_IPC, SHM) else None
     makers: dict[str, Callable[[], Host]] = {
-        SHM: lambda: ShmHost(pool, boot_id),
-        NCCL: lambda: GroupHost(NCCL, pool, boot_id, host_name, config.transfer_timeout_s),
-        GLOO: lambda: GroupHost(GLOO, pool, boot_id, host_name, config.transfer_timeout_s),
+        NCCL: lambda: GroupHost(NCCL, pools, boot_id, host_name, config.transfer_timeout_s),
+        GLOO: lambda: GroupHost(GLOO, pools, boot_id, host_name, config.transfer_timeout_s),
         GRPC: InlineHost,
     }
-    shared = [SHM] if pool.shared_storage is not None else []
-    return Hosts([makers[name]() for name in _choose(config, [*shared, *_possible(pool), GRPC])])
+    possible = [*_group_backends(pools.shards[0].pool.device), GRPC]
+    if exported is not None:
+        makers[exported.name] = lambda: MappedHost(exported, boot_id)
+        possible.insert(0, exported.name)
+    return Hosts([makers[name]() for name in _choose(config, possible)])
 
 
-def _possible(pool: KvPool) -> list[str]:
-    if pool.device.type == "cuda":
+def _export(pools: PoolGroup) -> Exported | None:
+    """The pools as other processes of this host may map them, if all of them are of such a kind."""
+    if all(shard.pool.shared_storage is not None for shard in pools.shards):
+        return ShmExported(pools)
+    if all(_has_cuda_ipc(shard.pool.device) for shard in pools.shards):
+        try:
+            return CudaExported(pools, CudaDevice())
+        except OSError as error:  # as with memory that was not made by cudaMalloc
+            log.warning("other processes of this host cannot map the KV pool: %s", error)
+    return None
+
+
+def _has_cuda_ipc(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.cuda is not None  # torch says "cuda" to AMD's GPUs too
+
+
+def _group_backends(device: torch.device) -> list[str]:
+    if device.type == "cuda":
         return [NCCL] if dist.is_available() and dist.is_nccl_available() else []
     return [GLOO] if dist.is_available() and dist.is_gloo_available() else []
 
 
-def _choose(config: WorkerConfig, possible: list[str]) -> list[str]:
+def _choose(config: WorkerConfig, possible: Sequence[str]) -> list[str]:
     if config.transport == "auto":
         return [name for name in possible if name not in (NCCL, GLOO) or not config.tls_cert]
     if config.transport not in possible:

@@ -30,7 +30,7 @@ class FaultyWriter(InlineWriter):
         self._lease_s = lease_s
 
     async def ship(self, chunk: kv_pb2.Chunk, pool: KvPool, block_ids: Sequence[int], announce: Announce) -> None:
-        await super().ship(chunk, pool, block_ids, lambda made: self._announce(made, announce))
+        await super().ship(chunk, pool, block_ids, lambda: self._announce(chunk, announce))
 
     async def _announce(self, chunk: kv_pb2.Chunk, announce: Announce) -> None:
         fault = self._file.read_text().strip()
@@ -40,9 +40,9 @@ class FaultyWriter(InlineWriter):
             await asyncio.sleep(1.5 * self._lease_s)
         if fault == ChunkFault.CORRUPT.value:
             chunk.data = bytes([chunk.data[0] ^ 1]) + chunk.data[1:]
-        await announce(chunk)
+        await announce()
         if fault == ChunkFault.DUPLICATE.value:
-            await announce(chunk)
+            await announce()
 
 
 class FaultyLink(InlineLink):

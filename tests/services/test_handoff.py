@@ -9,6 +9,7 @@ import xxhash
 
 from shared.errors import CorruptTransfer, IncompatiblePeer, InvalidRequest, Overloaded, StaleTransfer
 from shared.rpc import kv_pb2
+from shared.transfer.heads import PoolGroup
 from shared.transfer.receiver import Receiver
 from shared.worker_info import Role
 from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
@@ -108,7 +109,8 @@ class TestReceiver:
     async def make(self, num_blocks: int = 16, lease_s: float = 5.0) -> tuple[FakeWorker, Receiver]:
         worker = FakeWorker(Role.DECODE, num_blocks)
         worker.worker.engine.start()
-        receiver = Receiver(worker.worker.engine, worker.runner.pool, GEOMETRY, self.BOOT, lease_s, worker.worker.streams.deliver)
+        pools = PoolGroup.of(worker.runner.pool)
+        receiver = Receiver(worker.worker.engine, pools, self.BOOT, lease_s, worker.worker.streams.deliver)
         return worker, receiver
 
     def key(self, attempt: int = 0, boot: str = BOOT, transfer: bytes = b"t" * 16) -> kv_pb2.TransferKey:

@@ -5,57 +5,51 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from services.decode import __main__ as decode_main
 from services.prefill import __main__ as prefill_main
-from shared.channels import Channels
-from shared.engine.kv_pool import KvPool
-from shared.engine.pool_memory import SharedStorage
+from services.prefill import shipment
+from services.router import leg_metrics
 from shared.errors import ConfigError, CorruptTransfer, IncompatiblePeer, Overloaded, StaleTransfer, TwostrokeError, Unavailable
-from shared.kernels.reference import ReferenceKernels
 from shared.request import Token
-from shared.rpc import control_pb2, kv_pb2_grpc
 from shared.transfer import metrics
+from shared.transfer.heads import PoolGroup
 from shared.transfer.hosts import Hosts
 from shared.transfer.inline import InlineConnector
 from shared.transfer.interface import Connector, LinkLost
 from shared.transfer.links import Links
-from shared.transfer.receiver import Receiver
-from shared.transfer.sender import HeadShard, Sender
-from shared.transfer.service import KvTransferService
+from shared.transfer.pool_socket import listen_privately
 from shared.transfer.setup import make_hosts, make_links
-from shared.transfer.shm_socket import listen_privately
-from shared.worker_config import TlsConfig, WorkerConfig
-from shared.worker_info import KvGeometry, Role
+from shared.worker_config import WorkerConfig
+from shared.worker_info import Role
 from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
 from tests.support.eventually import eventually
-from tests.support.fake_runner import GEOMETRY, FakeRunner, expected_tokens
+from tests.support.fake_runner import GEOMETRY, expected_tokens
 from tests.support.fake_transport import FakeConnector, FakeHost, FakeWire, Fault
+from tests.support.pair import (
+    PAIR_TRANSPORTS,
+    Pair,
+    answer,
+    ask,
+    config_of,
+    finish,
+    num_links_made,
+    pair,
+    random_pool,
+    runner_of,
+    sender_process,
+    split_pool,
+)
 
-CPU = torch.device("cpu")
 FOUR_HEADS = replace(GEOMETRY, num_kv_heads=4)
 TRANSPORTS = ("grpc", "shm", "gloo")
-ROOT = Path(__file__).parents[2]
-
-
-def config_of(transport: str, timeout_s: float = 2.0) -> WorkerConfig:
-    return WorkerConfig(transport=transport, transfer_timeout_s=timeout_s, max_num_batched_tokens=64)
-
-
-def runner_of(role: Role, num_blocks: int = 64, geometry: KvGeometry = GEOMETRY) -> FakeRunner:
-    runner = FakeRunner(num_blocks, geometry)
-    if role is Role.DECODE:
-        runner.pool = KvPool(geometry, num_blocks, CPU, ReferenceKernels(), SharedStorage())
-    return runner
 
 
 async def add(made: Cluster, role: Role, transport: str, num_blocks: int = 64) -> FakeWorker:
@@ -80,10 +74,6 @@ async def check_baseline(made: Cluster) -> None:
 
 def received_bytes(transport: str) -> float:
     return metrics.transferred_bytes.labels("received", transport)._value.get()
-
-
-def num_links_made() -> float:
-    return sum(float(metrics.links.labels(name, "made")._value.get()) for name in TRANSPORTS)
 
 
 # The whole path, router to decode
@@ -175,96 +165,7 @@ async def until_steps(worker: FakeWorker, num_steps: int, tasks: list[asyncio.Fu
 # One sender and one receiver
 
 
-class Pair:
-    """A real receiver behind a real server, and a sender's pool full of known bytes."""
-
-    def __init__(self, worker: FakeWorker, receiver: Receiver, links: Links) -> None:
-        self.worker = worker
-        self.receiver = receiver
-        self.links = links
-        self.num_links_before = num_links_made()
-        self.channels = Channels(TlsConfig())
-        self.geometry = worker.worker.geometry
-        self.pool = random_pool(self.geometry, 1)
-
-    def expect(self, num_tokens: int, transfer_id: bytes = b"t" * 16) -> None:
-        """One output token, so that what is committed has also finished."""
-        self.receiver.expect(transfer_id, request(prompt_of(num_tokens, sum(transfer_id)), max_tokens=1))
-
-    def num_missing(self) -> int:
-        """Blocks of the one transfer that have not come."""
-        (expected,) = self.receiver._expected.values()
-        assert expected.reservation is not None
-        return int(expected.reservation.missing.any(axis=(1, 2)).sum())
-
-    def reserved_blocks(self, transfer_id: bytes = b"t" * 16) -> list[int]:
-        reservation = self.receiver._expected[transfer_id].reservation
-        assert reservation is not None
-        return list(reservation.sequence.block_table)
-
-    def sender(self, attempt: int = 0, transfer_id: bytes = b"t" * 16, shards: list[HeadShard] | None = None) -> Sender:
-        address = self.worker.info().address
-        destination = control_pb2.Destination(
-            transfer_id=transfer_id, attempt=attempt, boot_id=self.worker.worker.boot_id, address=address
-        )
-        channel = self.channels.get(address)
-        return Sender(self.links, channel, destination, self.geometry, shards or [HeadShard(self.pool)], 2.0)
-
-    def num_reserved(self) -> int:
-        return self.worker.worker.engine.num_reserved_and_held()[0]
-
-    async def is_baseline(self) -> None:
-        await eventually(lambda: self.num_reserved() == 0)
-        self.worker.check_baseline()
-        assert metrics.quarantined_blocks._value.get() == 0
-
-
-async def finish(sender: Sender, first_block: int, block_ids: list[int], num_blocks_each: int = 64) -> None:
-    """Pushes the rest of the prompt, so many blocks at a time, and commits."""
-    for start in range(0, len(block_ids), num_blocks_each):
-        await sender.push(first_block + start, block_ids[start : start + num_blocks_each])
-    await sender.commit([Token(0, 7)], 0)
-
-
-def random_pool(geometry: KvGeometry, seed: int, num_blocks: int = 64) -> KvPool:
-    pool = KvPool(geometry, num_blocks, CPU, ReferenceKernels())
-    pool.blocks.random_(generator=torch.Generator().manual_seed(seed))
-    return pool
-
-
-@asynccontextmanager
-async def pair(
-    transport: str, wire: FakeWire | None = None, lease_s: float = 5.0, geometry: KvGeometry = GEOMETRY
-) -> AsyncIterator[Pair]:
-    """`wire`: of the fake transport, which is then used whatever `transport` says."""
-    worker = FakeWorker(Role.DECODE, 64, config_of(transport), runner_of(Role.DECODE, 64, geometry))
-    made = worker.worker
-    if wire is None:
-        hosts = make_hosts(made.config, made.pool, made.boot_id, lambda: "127.0.0.1")
-        links = make_links(made.config, random_pool(geometry, 2), lambda: "127.0.0.1")
-    else:
-        hosts, links = Hosts([FakeHost(wire, made.pool)]), Links([FakeConnector(wire)])
-    receiver = Receiver(made.engine, made.pool, geometry, made.boot_id, lease_s, made.streams.deliver, hosts)
-    made.streams.after_step = receiver.notify_room
-    await start_server(worker, receiver)
-    both = Pair(worker, receiver, links)
-    try:
-        yield both
-    finally:
-        await links.close()
-        await both.channels.close()
-        await hosts.close()
-        await worker.stop()
-
-
-async def start_server(worker: FakeWorker, receiver: Receiver) -> None:
-    service = KvTransferService(receiver, 2.0)
-    worker._server.add(kv_pb2_grpc.add_KvTransferServicer_to_server, service, "twostroke.v1.KvTransfer")
-    worker.worker.listens_on(await worker._server.start("127.0.0.1", 0))
-    worker.worker.engine.start()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", PAIR_TRANSPORTS)
 class TestPair:
     async def test_blocks_arrive_bit_for_bit_in_several_pushes(self, transport: str) -> None:
         async with pair(transport) as both:
@@ -276,6 +177,19 @@ class TestPair:
             await finish(sender, 5, list(range(3, 11)))
             assert sender.transport == transport
             assert torch.equal(both.worker.runner.pool.blocks[blocks], both.pool.blocks[[*range(20, 25), *range(3, 11)]])
+            both.receiver.forget(b"t" * 16)
+            await both.is_baseline()
+
+    async def test_blocks_larger_than_a_chunk_go_layer_by_layer(self, transport: str) -> None:
+        async with pair(transport) as both:
+            both.expect(100)
+            sender = both.sender()
+            await sender.open(7)
+            blocks = both.reserved_blocks()
+            sender._max_chunk_bytes = GEOMETRY.block_bytes // GEOMETRY.num_layers
+            await finish(sender, 0, list(range(20, 27)))
+            assert sender._num_chunks == 7 * GEOMETRY.num_layers
+            assert torch.equal(both.worker.runner.pool.blocks[blocks], both.pool.blocks[20:27])
             both.receiver.forget(b"t" * 16)
             await both.is_baseline()
 
@@ -394,17 +308,6 @@ class TestPair:
             await sender.abort("test")
             both.receiver.forget(b"t" * 16)
             await both.is_baseline()
-
-
-def split_pool(pool: KvPool, split: tuple[int, ...]) -> tuple[list[HeadShard], torch.Tensor]:
-    """Pools with some heads each, and what they are together."""
-    shards, first = [], 0
-    for count in split:
-        part = random_pool(replace(pool.geometry, num_kv_heads=count), 0)
-        part.blocks.copy_(pool.blocks[:, :, :, first : first + count])
-        shards.append(HeadShard(part, first))
-        first += count
-    return shards, pool.blocks
 
 
 # Shared memory: who may write, and until when
@@ -535,40 +438,6 @@ def num_pool_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:twostroke-kv")
 
 
-@asynccontextmanager
-async def sender_process(both: Pair, transport: str) -> AsyncIterator[Process]:
-    info = both.worker.info()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.support.sender_process",
-        info.address,
-        info.boot_id,
-        transport,
-        stdin=PIPE,
-        stdout=PIPE,
-        cwd=ROOT,
-    )
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()
-
-
-async def ask(process: Process, command: str) -> str:
-    assert process.stdin is not None
-    process.stdin.write(f"{command}\n".encode())
-    return await answer(process)
-
-
-async def answer(process: Process) -> str:
-    assert process.stdout is not None
-    async with asyncio.timeout(30):
-        return (await process.stdout.readline()).decode().strip()
-
-
 # Faults of the wire
 
 
@@ -610,7 +479,9 @@ async def test_delayed_sender_finds_its_attempt_expired() -> None:
 
 async def test_every_prefill_of_a_dying_link_ends_in_the_right_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = FakeWire()
-    monkeypatch.setattr(decode_main, "make_hosts", lambda config, pool, boot_id, host_name: Hosts([FakeHost(wire, pool)]))
+    monkeypatch.setattr(
+        decode_main, "make_hosts", lambda config, pools, boot_id, host_name: Hosts([FakeHost(wire, pools.shards[0].pool)])
+    )
     monkeypatch.setattr(prefill_main, "make_links", lambda config, pool, host_name: Links([FakeConnector(wire)]))
     async with cluster() as made:
         await made.add(Role.PREFILL)
@@ -619,6 +490,104 @@ async def test_every_prefill_of_a_dying_link_ends_in_the_right_tokens(monkeypatc
             wire.faults = {1: fault}
             asked = request(prompt_of(200, fault.value))
             assert (await made.run(asked))[0] == expected_tokens(asked.token_ids, 8)
+        await check_baseline(made)
+
+
+async def test_time_to_push_the_last_blocks_counts_as_transfer_not_as_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire, clock_s = FakeWire(), 0.0
+    monkeypatch.setattr(
+        decode_main, "make_hosts", lambda config, pools, boot_id, name: Hosts([FakeHost(wire, pools.shards[0].pool)])
+    )
+    monkeypatch.setattr(prefill_main, "make_links", lambda config, pool, host_name: Links([FakeConnector(wire)]))
+    monkeypatch.setattr(shipment, "time", SimpleNamespace(monotonic=lambda: clock_s))
+    before = {stage: leg_metrics.prefill_seconds.labels(stage)._sum.get() for stage in ("compute", "transfer")}
+    async with cluster() as made:
+        prefill = await made.add(Role.PREFILL)
+        await made.add(Role.DECODE)
+        wire.may_write.clear()
+        computed = asyncio.Event()
+        engine = prefill.worker.engine
+        prefill.worker.streams.after_step = lambda: computed.set() if engine.num_reserved_and_held() == (0, 1) else None
+        asked = request(prompt_of(200))
+        running = asyncio.create_task(made.run(asked))
+        await computed.wait()
+        clock_s = 100.0
+        wire.may_write.set()
+        assert (await running)[0] == expected_tokens(asked.token_ids, 8)
+        await check_baseline(made)
+    took = {stage: leg_metrics.prefill_seconds.labels(stage)._sum.get() - before[stage] for stage in before}
+    assert took == {"compute": 0.0, "transfer": 100.0}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+class TestLayers:
+    """Layers of a chunk go out while the next ones are computed."""
+
+    @pytest.fixture(autouse=True)
+    def _every_layer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("shared.engine.layer_progress._INTERVAL_S", 0.0)
+        monkeypatch.setattr(shipment, "_LEAST_EARLY_BYTES", 0)
+
+    @pytest.mark.parametrize("length", [33, 64, 150])
+    async def test_a_layer_arrives_before_the_next_is_computed(self, transport: str, length: int) -> None:
+        async with cluster() as made:
+            prefill = await add(made, Role.PREFILL, transport)
+            await add(made, Role.DECODE, transport)
+            before = received_bytes(transport)
+            prefill.runner.layer_gate.clear()
+            asked = request(prompt_of(length))
+            running = asyncio.create_task(made.run(asked))
+            num_blocks = -(-length // 16) if length <= 64 else 4  # of the first step, of 64 tokens
+            layer_bytes = GEOMETRY.block_bytes // GEOMETRY.num_layers
+            await eventually(lambda: received_bytes(transport) - before == num_blocks * layer_bytes)
+            prefill.runner.layer_gate.set()
+            assert (await running)[0] == expected_tokens(asked.token_ids, 8)
+            await check_baseline(made)
+
+    async def test_a_prompt_whose_step_fails_after_a_layer_was_sent_is_served_all_the_same(self, transport: str) -> None:
+        async with cluster() as made:
+            prefill = await add(made, Role.PREFILL, transport)
+            await add(made, Role.DECODE, transport)
+            before = received_bytes(transport)
+            prefill.runner.layer_gate.clear()
+            prefill.runner.fail_after_layer = ValueError("the device is on fire")
+            asked = request(prompt_of(60))
+            running = asyncio.create_task(made.run(asked))
+            await eventually(lambda: received_bytes(transport) > before)
+            prefill.runner.layer_gate.set()
+            assert (await running)[0] == expected_tokens(asked.token_ids, 8)
+            await check_baseline(made)
+
+    async def test_layers_of_many_prompts_in_one_step_do_not_mix_and_cached_ones_are_not_sent(self, transport: str) -> None:
+        async with cluster() as made:
+            await add(made, Role.PREFILL, transport, 128)
+            await add(made, Role.DECODE, transport, 128)
+            shared = prompt_of(64)
+            await made.run(request([*shared, 1]))
+            before = received_bytes(transport)
+            asked = [request([*shared, *prompt_of(20, start)], n=2, seed=start) for start in range(8)]
+            for r, tokens in zip(asked, await asyncio.gather(*[made.run(r) for r in asked]), strict=True):
+                seed = r.sampling.seed
+                assert tokens == {c: expected_tokens(r.token_ids, 8, seed=seed, choice=c) for c in range(2)}
+            assert received_bytes(transport) - before == 8 * 2 * GEOMETRY.block_bytes
+            await check_baseline(made)
+
+
+async def test_blocks_in_prefills_own_cache_go_out_before_anything_is_computed() -> None:
+    async with cluster() as made:
+        prefill = await add(made, Role.PREFILL, "shm")
+        first = await add(made, Role.DECODE, "shm")
+        shared = prompt_of(160)
+        await made.run(request([*shared, 1]))
+        await made.remove(first)  # who held them too
+        await add(made, Role.DECODE, "shm")
+        before = received_bytes("shm")
+        prefill.runner.gate.clear()
+        asked = request([*shared, 2, 3])
+        running = asyncio.create_task(made.run(asked))
+        await eventually(lambda: received_bytes("shm") - before == 10 * GEOMETRY.block_bytes)
+        prefill.runner.gate.set()
+        assert (await running)[0] == expected_tokens(asked.token_ids, 8)
         await check_baseline(made)
 
 
@@ -682,7 +651,7 @@ class TestChoice:
         with pytest.raises(ConfigError, match="--transport is nccl, but this worker can only do"):
             make_links(config_of("nccl"), random_pool(GEOMETRY, 1), lambda: "")
         with pytest.raises(ConfigError, match="--transport is shm"):
-            make_hosts(config_of("shm"), random_pool(GEOMETRY, 1), "boot", lambda: "")
+            make_hosts(config_of("shm"), PoolGroup.of(random_pool(GEOMETRY, 1)), "boot", lambda: "")
 
     def test_with_tls_nothing_is_sent_in_the_clear_unasked(self) -> None:
         config = WorkerConfig(tls_cert="cert", tls_key="key")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -42,7 +42,7 @@ def expected_tokens(prompt: Sequence[int], num_tokens: int, seed: int = 0, choic
 
 
 class FakeRunner:
-    """`gate`, when cleared, holds the engine before its next step."""
+    """`gate`, when cleared, holds the engine before its next step; `layer_gate`, after its next layer."""
 
     vocab_size = VOCAB_SIZE
     is_asynchronous = False
@@ -52,14 +52,17 @@ class FakeRunner:
         self.max_model_len = min(512, (num_blocks - 1) * geometry.block_size)
         self.gate = threading.Event()
         self.gate.set()
+        self.layer_gate = threading.Event()
+        self.layer_gate.set()
         self.num_steps = 0
         self.fail_next: Exception | None = None
+        self.fail_after_layer: Exception | None = None
         self._sampled: list[list[SampledToken]] = []  # by the step computed last
 
-    def launch(self, plan: Plan) -> Pending:
-        return Done(self._compute(_copy(plan)))
+    def launch(self, plan: Plan, on_layer: Callable[[int], None] | None = None) -> Pending:
+        return Done(self._compute(_copy(plan), on_layer))
 
-    def _compute(self, launched: _Launched) -> list[list[SampledToken]]:
+    def _compute(self, launched: _Launched, on_layer: Callable[[int], None] | None = None) -> list[list[SampledToken]]:
         self.gate.wait(30)
         self.num_steps += 1
         if self.fail_next is not None:
@@ -69,18 +72,28 @@ class FakeRunner:
         if launched.plan.sampled_rows is not None:
             for work, row in zip(launched.works, launched.plan.sampled_rows, strict=True):
                 work.token_ids.append(self._sampled[row][0].token_id)
-        self._sampled = [self._compute_one(work) for work in launched.works]
+        self._write_layers(launched.works, on_layer)
+        self._sampled = [self._sample(work) for work in launched.works]
         return self._sampled
 
-    def _compute_one(self, work: _Work) -> list[SampledToken]:
-        tokens = work.token_ids
+    def _sample(self, work: _Work) -> list[SampledToken]:
         for position in range(work.item.start):
-            self._check(work.block_table, tokens, position)
-        for position in range(work.item.start, work.item.end):
-            self._slot(work.block_table, position).fill_(fingerprint(tokens[: position + 1]))
+            self._check(work.block_table, work.token_ids, position)
         sequence = work.item.sequence
         seed, first = sequence.request.sampling.seed, sequence.choice
-        return [SampledToken(next_token(tokens, choice_seed(seed, first + i))) for i in range(work.item.num_samples)]
+        return [SampledToken(next_token(work.token_ids, choice_seed(seed, first + i))) for i in range(work.item.num_samples)]
+
+    def _write_layers(self, works: list[_Work], on_layer: Callable[[int], None] | None) -> None:
+        for layer in range(self.pool.geometry.num_layers):
+            for work in works:
+                for position in range(work.item.start, work.item.end):
+                    self._slot(work.block_table, position)[layer] = fingerprint(work.token_ids[: position + 1])
+            if on_layer is not None:
+                on_layer(layer + 1)
+            self.layer_gate.wait(30)
+            if self.fail_after_layer is not None:
+                error, self.fail_after_layer = self.fail_after_layer, None
+                raise error
 
     def _slot(self, table: Sequence[int], position: int) -> torch.Tensor:
         block_size = self.pool.geometry.block_size
@@ -107,7 +120,7 @@ class FakeAsyncRunner(FakeRunner):
         self.fail_launch_ahead: Exception | None = None
         self._device = ThreadPoolExecutor(max_workers=1)
 
-    def launch(self, plan: Plan) -> Pending:
+    def launch(self, plan: Plan, on_layer: Callable[[int], None] | None = None) -> Pending:
         self.launches.put(plan)
         if plan.sampled_rows is not None and self.fail_launch_ahead is not None:
             error, self.fail_launch_ahead = self.fail_launch_ahead, None

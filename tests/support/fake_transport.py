@@ -15,6 +15,7 @@ from enum import Enum, auto
 from shared.engine.kv_pool import KvPool
 from shared.errors import StaleTransfer
 from shared.rpc import kv_pb2
+from shared.transfer.chunks import layers_of
 from shared.transfer.interface import Announce, LinkLost, Peer, Route
 
 NAME = "fake"
@@ -46,7 +47,7 @@ class FakeWriter:
         self.is_closed = False
         self._link = link
         self._reply = kv_pb2.OpenReply()
-        self._late: kv_pb2.Chunk | None = None
+        self._late: Announce | None = None
 
     def opened(self, reply: kv_pb2.OpenReply) -> None:
         self._reply = reply
@@ -60,8 +61,8 @@ class FakeWriter:
             raise LinkLost("the fake link is gone")
         begin = chunk.first_block - self._reply.num_cached_blocks
         for source, target in zip(block_ids, self._reply.block_ids[begin : begin + chunk.num_blocks], strict=True):
-            heads = slice(chunk.first_head, chunk.first_head + chunk.num_heads)
-            wire.host.pool.blocks[target, :, :, heads] = pool.blocks[source]
+            layers, heads = layers_of(chunk), slice(chunk.first_head, chunk.first_head + chunk.num_heads)
+            wire.host.pool.blocks[target, layers, :, heads] = pool.blocks[source, layers]
         await self._announce(chunk, announce, wire.faults.pop(chunk.sequence_number, None))
 
     def close(self) -> None:
@@ -72,19 +73,19 @@ class FakeWriter:
             case Fault.DROP:
                 return
             case Fault.REORDER:
-                self._late = chunk
+                self._late = announce
                 return
             case Fault.DUPLICATE:
-                await announce(chunk)
+                await announce()
             case Fault.CORRUPT_HEADER:
                 chunk.first_block += 1
             case Fault.DIE:
                 self._link.die()
                 return
-        await announce(chunk)
+        await announce()
         if self._late is not None:
             late, self._late = self._late, None
-            await announce(late)
+            await late()
 
 
 class FakeLink:
@@ -132,7 +133,7 @@ class FakeLanding:
         self._fence: asyncio.Future[None] | None = None
         self._answer: asyncio.Task[None] | None = None
 
-    def grant(self, block_ids: Sequence[int]) -> Sequence[int]:
+    async def grant(self, block_ids: Sequence[int]) -> Sequence[int]:
         return block_ids
 
     @asynccontextmanager

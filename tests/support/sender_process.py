@@ -1,8 +1,9 @@
 """A sender in a process of its own, which a test can stop and kill. Obeys one command a line and answers each with a line.
 
-python -m tests.support.sender_process ADDRESS BOOT_ID TRANSPORT
+python -m tests.support.sender_process ADDRESS BOOT_ID TRANSPORT [DEVICE]
+fill SEED                        makes the pool the random one of that seed, instead of full of ones
 open TRANSFER_HEX NUM_BLOCKS     reserves at the receiver
-push FIRST_BLOCK NUM_BLOCKS      ships blocks that are full of ones
+push FIRST_BLOCK NUM_BLOCKS      ships the pool's blocks 1, 2, …
 storm                            ships the same block's bytes again and again until it is told to stop, then says how it ended
 """
 
@@ -18,13 +19,17 @@ from shared.engine.kv_pool import KvPool
 from shared.errors import TwostrokeError
 from shared.kernels.reference import ReferenceKernels
 from shared.rpc import control_pb2, kv_pb2
-from shared.transfer.sender import HeadShard, Sender
+from shared.transfer.heads import HeadShard
+from shared.transfer.interface import CUDA_IPC
+from shared.transfer.links import Links
+from shared.transfer.sender import Sender
 from shared.transfer.setup import make_links
 from shared.worker_config import TlsConfig, WorkerConfig
+from tests.support.fake_device import fake_cuda_connector
 from tests.support.fake_runner import GEOMETRY
 
 
-async def _discard(chunk: kv_pb2.Chunk) -> None:
+async def _discard() -> None:
     """A header that is never sent."""
 
 
@@ -42,14 +47,21 @@ async def _storm(sender: Sender, pool: KvPool) -> str:
         return f"ended after {num_written} writes by {type(error).__name__}"
 
 
-async def main(address: str, boot_id: str, transport: str) -> None:
-    pool = KvPool(GEOMETRY, 64, torch.device("cpu"), ReferenceKernels())
+async def main(address: str, boot_id: str, transport: str, device: str = "cpu") -> None:
+    pool = KvPool(GEOMETRY, 64, torch.device(device), ReferenceKernels())
     pool.kv.fill_(1.0)
-    config = WorkerConfig(transport=transport, transfer_timeout_s=5.0)
-    links, channels = make_links(config, pool, lambda: "127.0.0.1"), Channels(TlsConfig())
+    if transport == CUDA_IPC and device == "cpu":
+        links = Links([fake_cuda_connector(GEOMETRY)])
+    else:
+        config = WorkerConfig(transport=transport, transfer_timeout_s=5.0)
+        links = make_links(config, pool, lambda: "127.0.0.1")
+    channels = Channels(TlsConfig())
     sender: Sender | None = None
     while line := (await asyncio.to_thread(sys.stdin.readline)).split():
         match line:
+            case ["fill", seed]:
+                pool.kv.copy_(torch.randn(pool.kv.shape, generator=torch.Generator().manual_seed(int(seed))))
+                answer = "filled"
             case ["open", transfer, num_blocks]:
                 destination = control_pb2.Destination(transfer_id=bytes.fromhex(transfer), boot_id=boot_id)
                 sender = Sender(links, channels.get(address), destination, GEOMETRY, [HeadShard(pool)], 5.0)

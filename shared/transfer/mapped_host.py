@@ -1,8 +1,9 @@
-"""Shared memory, the receiver's end: hands the pool to senders of this host, and bars them from blocks that must go back.
+"""Shared memory and CUDA IPC, the receiver's end: hands the pools to senders of this host, and bars them from blocks that must go
+back.
 
-    connected ──Hello + memfd──> landing … landing          one connection per sending process
+    connected ──PoolGreeting──> landing … landing          one connection per sending process
     attempt ends early: ──ticket──> (the sender closes the writer) ──ticket──> only now the blocks are free
-    end of stream: the sending process is dead, all its blocks are free
+    end of stream: the sending process is dead or has let go of the pools, all its blocks are free
 
 A sender that is stopped does not answer, so the few blocks of its attempts stay reserved until it goes on or dies.
 """
@@ -18,18 +19,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
-from shared.engine.kv_pool import KvPool
 from shared.rpc import kv_pb2
 from shared.tasks import cancel_and_wait
-from shared.transfer.interface import SHM, LinkLost, Route
-from shared.transfer.shm_socket import (
+from shared.transfer.interface import LinkLost, Route
+from shared.transfer.mapped_memory import Exported
+from shared.transfer.pool_socket import (
+    GOODBYE,
     MAX_MESSAGE_BYTES,
-    Hello,
+    ProcessEnd,
     is_same_user,
     listen_privately,
     machine_id,
     pack_ticket,
-    send_hello,
+    send_greeting,
     unpack_ticket,
 )
 
@@ -39,18 +41,19 @@ log = logging.getLogger(__name__)
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
 
 
-class ShmLanding:
-    transport = SHM
+class MappedLanding:
     max_chunk_bytes = MAX_CHUNK_BYTES
-    has_checksums = False  # the copy is from memory to memory, under both processes' own hardware checks, and as fast as a checksum
+    has_checksums = False  # the copy is from memory to memory, under the hardware's own checks, and as fast as a checksum
 
     def __init__(self, sender: _Sender, ticket: int, on_lost: Callable[[], None]) -> None:
+        self.transport = sender.exported.name
         self._sender = sender
         self._ticket = ticket
         self._fence: asyncio.Future[None] | None = None
         self._on_lost = on_lost
 
-    def grant(self, block_ids: Sequence[int]) -> Sequence[int]:
+    async def grant(self, block_ids: Sequence[int]) -> Sequence[int]:
+        await self._sender.exported.settle()
         return block_ids
 
     @asynccontextmanager
@@ -86,19 +89,23 @@ class ShmLanding:
 class _Sender:
     """One sending process, from its connection to its end."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, exported: Exported) -> None:
+        """Raises OSError if the process's end could not be noticed."""
+        self.exported = exported
         self.link_id = secrets.token_bytes(16)
-        self.landings: dict[int, ShmLanding] = {}
+        self.landings: dict[int, MappedLanding] = {}
         self.orders: asyncio.Queue[int] = asyncio.Queue()  # tickets to end
         self.is_alive = True
         self._connection = connection
+        self._process_end = ProcessEnd(connection) if exported.writes_outlive_their_process else None
 
     async def serve(self) -> None:
         """Returns when the sender is gone. Cancelled, it says nothing about the sender, so the blocks stay where they are."""
         ordering = asyncio.create_task(self._send_orders())
         try:
-            with suppress(ConnectionResetError):  # gone, with orders unread
-                await self._read_answers()
+            said_goodbye = await self._read_answers()
+            if self._process_end is not None and not said_goodbye:
+                await self._process_end.wait()
         finally:
             await cancel_and_wait(ordering)
         self.is_alive = False
@@ -106,16 +113,30 @@ class _Sender:
             landing.lost()
         self.landings.clear()
 
-    async def _read_answers(self) -> None:
-        loop = asyncio.get_running_loop()
-        while message := await loop.sock_recv(self._connection, MAX_MESSAGE_BYTES):
+    def close(self) -> None:
+        if self._process_end is not None:
+            self._process_end.close()
+
+    async def _read_answers(self) -> bool:
+        """Until the end of the stream; True if the sender said goodbye before it."""
+        said_goodbye = False
+        while message := await self._read_message():
             try:
-                landing = self.landings.get(unpack_ticket(message))
+                ticket = unpack_ticket(message)
             except ValueError as error:
                 log.warning("a prefill worker of this host talks nonsense: %s", error)
                 continue
+            said_goodbye |= ticket == GOODBYE
+            landing = self.landings.get(ticket)
             if landing is not None:
                 landing.answered()
+        return said_goodbye
+
+    async def _read_message(self) -> bytes:
+        loop = asyncio.get_running_loop()
+        with suppress(ConnectionResetError):  # gone, with orders unread; said once, and what it has written is still there
+            return await loop.sock_recv(self._connection, MAX_MESSAGE_BYTES)
+        return await loop.sock_recv(self._connection, MAX_MESSAGE_BYTES)
 
     async def _send_orders(self) -> None:
         loop = asyncio.get_running_loop()
@@ -123,28 +144,25 @@ class _Sender:
             await loop.sock_sendall(self._connection, pack_ticket(await self.orders.get()))
 
 
-class ShmHost:
-    name = SHM
-
-    def __init__(self, pool: KvPool, boot_id: str) -> None:
-        """`pool` must have shared storage. Listens at once, in a folder that only this user can enter."""
-        assert pool.shared_storage is not None, "the pool is private memory"
-        self._fd = pool.shared_storage.fd
-        self._size_bytes = pool.num_blocks * pool.geometry.block_bytes
+class MappedHost:
+    def __init__(self, exported: Exported, boot_id: str) -> None:
+        """Listens at once, in a folder that only this user can enter."""
+        self.name = exported.name
+        self._exported = exported
         self._boot_id = boot_id
         self._senders: dict[bytes, _Sender] = {}
         self._listener, self._path = listen_privately()
         self._serving: set[asyncio.Task[None]] = set()
-        self._accepting = asyncio.create_task(self._accept(), name="shm-host")
+        self._accepting = asyncio.create_task(self._accept(), name=f"{exported.name}-host")
 
     def offer(self) -> kv_pb2.Offer:
-        return kv_pb2.Offer(transport=SHM, machine_id=machine_id(), socket_path=str(self._path))
+        return kv_pb2.Offer(transport=self.name, machine_id=machine_id(), socket_path=str(self._path))
 
-    def landing(self, route: Route, on_lost: Callable[[], None]) -> ShmLanding:
+    def landing(self, route: Route, on_lost: Callable[[], None]) -> MappedLanding:
         sender = self._senders.get(route.link_id)
         if sender is None or route.ticket in sender.landings:
             raise LinkLost("the sender is not connected to this worker's memory")
-        return sender.landings.setdefault(route.ticket, ShmLanding(sender, route.ticket, on_lost))
+        return sender.landings.setdefault(route.ticket, MappedLanding(sender, route.ticket, on_lost))
 
     async def close(self) -> None:
         """Senders see the end of the stream and unmap."""
@@ -170,11 +188,17 @@ class ShmHost:
         connection.close()
 
     async def _serve(self, connection: socket.socket) -> None:
-        sender = _Sender(connection)
+        try:
+            sender = _Sender(connection, self._exported)
+        except OSError as error:
+            log.warning("a prefill worker of this host gets no memory: %s", error)
+            return
         # Known before it is greeted: its first Open may be here before this task runs again.
         self._senders[sender.link_id] = sender
         try:
-            send_hello(connection, Hello(self._boot_id, sender.link_id, self._size_bytes), self._fd)
+            greeting = kv_pb2.PoolGreeting(boot_id=self._boot_id, link_id=sender.link_id, pools=self._exported.pools)
+            send_greeting(connection, greeting, self._exported.fds)
             await sender.serve()
         finally:
             del self._senders[sender.link_id]
+            sender.close()

@@ -1,39 +1,38 @@
 """The unix socket between a sender and a receiver of one host: who is at the other end, and what is said over it.
 
-    receiver -> sender   Hello, with the pool's memfd: once
+    receiver -> sender   PoolGreeting, with a memfd for each pool in host memory: once
     receiver -> sender   ticket: end this attempt
     sender -> receiver   ticket: ended, nothing more will be written for it
+    sender -> receiver   GOODBYE: nothing more will be written at all; then the end of the stream
 
 Messages keep their boundaries (SOCK_SEQPACKET). The kernel closes the socket of a process that is dead, and not before none of its
-threads can run: the end of the stream proves that the sender writes no more.
+threads can run: the end of the stream proves that the sender's threads write no more. What they began on a device may still be
+under way; that is over when the process has ended as a whole (`ProcessEnd`), because the device's driver is among its open files.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
 import struct
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-_HELLO = struct.Struct("<8s16s16sQ")
-_MAGIC = b"2stroke1"
+from google.protobuf.message import DecodeError
+
+from shared.rpc import kv_pb2
+
 _TICKET = struct.Struct("<Q")
 _UCRED = struct.Struct("3i")  # pid, uid, gid
 _FOLDER_PREFIX = "twostroke-shm-"
 _SOCKET_NAME = "pool"
 MAX_MESSAGE_BYTES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """`boot_id` is the receiver's; `link_id` is what the sender names this connection by in `Open`."""
-
-    boot_id: str
-    link_id: bytes
-    size_bytes: int
+_MAX_GREETING_BYTES = 16 * 1024
+_MAX_POOLS = 64
+GOODBYE = 0  # no attempt's ticket
 
 
 def machine_id() -> str:
@@ -74,20 +73,45 @@ def is_same_user(connection: socket.socket) -> bool:
     return bool(_UCRED.unpack(raw)[1] == os.geteuid())
 
 
-def send_hello(connection: socket.socket, hello: Hello, fd: int) -> None:
-    message = _HELLO.pack(_MAGIC, hello.boot_id.encode(), hello.link_id, hello.size_bytes)
-    socket.send_fds(connection, [message], [fd])
+class ProcessEnd:
+    """The end of the process that connected, its open files included."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Raises OSError if the process cannot be watched, as from another container's process namespace."""
+        pid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[0]
+        if pid == 0:
+            raise OSError("its process is not visible from here")
+        self._fd = os.pidfd_open(pid)
+
+    async def wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        loop.add_reader(self._fd, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
-def receive_hello(connection: socket.socket) -> tuple[Hello, int]:
-    """The receiver's greeting and a descriptor that the caller must close. Raises OSError if it is not one."""
-    message, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
-    if len(fds) != 1 or len(message) != _HELLO.size or not message.startswith(_MAGIC):
+def send_greeting(connection: socket.socket, greeting: kv_pb2.PoolGreeting, fds: Sequence[int]) -> None:
+    socket.send_fds(connection, [greeting.SerializeToString()], fds)
+
+
+def receive_greeting(connection: socket.socket) -> tuple[kv_pb2.PoolGreeting, list[int]]:
+    """The receiver's greeting and descriptors that the caller must close. Raises OSError if it is not one."""
+    message, fds, flags, _ = socket.recv_fds(connection, _MAX_GREETING_BYTES, _MAX_POOLS, socket.MSG_CMSG_CLOEXEC)
+    try:
+        greeting = kv_pb2.PoolGreeting.FromString(message)
+    except DecodeError:
+        greeting = kv_pb2.PoolGreeting()
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or not greeting.pools or len(greeting.link_id) != 16:
         for fd in fds:
             os.close(fd)
         raise OSError("the other end does not hand out a pool")
-    _, boot_id, link_id, size_bytes = _HELLO.unpack(message)
-    return Hello(boot_id.decode(), link_id, size_bytes), fds[0]
+    return greeting, fds
 
 
 def pack_ticket(ticket: int) -> bytes:
