@@ -14,6 +14,10 @@
 
 namespace twostroke {
 
+// A tile needs all registers: inlined, it would share them with its surroundings and keep sums in memory. For the same reason every
+// loop over sums is unrolled, also the first and the last.
+#define TWOSTROKE_OWN_REGISTERS static __attribute__((noinline))
+
 using Vec = at::vec::Vectorized<float>;
 constexpr int64_t kLanes = Vec::size();
 
@@ -99,7 +103,7 @@ inline void sum_lanes4(const Vec* v, float* out) {
 }
 
 template <int ROWS, int COLS, typename B>
-inline void dot_tile(const float* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t size, float* out, int64_t out_stride) {
+TWOSTROKE_OWN_REGISTERS void dot_tile(const float* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t size, float* out, int64_t out_stride) {
   Vec sums[ROWS][COLS];
 #pragma GCC unroll 8
   for (int i = 0; i < ROWS; ++i)
@@ -153,23 +157,41 @@ inline void dot_rows(
 }
 
 template <int ROWS, int VECS, typename B>
-inline void product_tile(
+TWOSTROKE_OWN_REGISTERS void product_tile(
     const float* a, int64_t a_stride, int64_t depth, const B* b, int64_t b_stride, float* c, int64_t c_stride) {
   Vec sums[ROWS][VECS];
+#pragma GCC unroll 8
   for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
     for (int v = 0; v < VECS; ++v) sums[i][v] = Vec::loadu(c + i * c_stride + v * kLanes);
+  // The shorter side stays in registers while the longer one passes by: both together would not fit beside the sums.
   for (int64_t j = 0; j < depth; ++j) {
-    Vec right[VECS];
+    const B* from = b + j * b_stride;
+    if constexpr (ROWS < VECS) {
+      Vec left[ROWS];
 #pragma GCC unroll 8
-    for (int v = 0; v < VECS; ++v) right[v] = load(b + j * b_stride + v * kLanes);
+      for (int i = 0; i < ROWS; ++i) left[i] = Vec(a[i * a_stride + j]);
 #pragma GCC unroll 8
-    for (int i = 0; i < ROWS; ++i) {
-      const Vec left(a[i * a_stride + j]);
+      for (int v = 0; v < VECS; ++v) {
+        const Vec right = load(from + v * kLanes);
 #pragma GCC unroll 8
-      for (int v = 0; v < VECS; ++v) sums[i][v] = at::vec::fmadd(left, right[v], sums[i][v]);
+        for (int i = 0; i < ROWS; ++i) sums[i][v] = at::vec::fmadd(left[i], right, sums[i][v]);
+      }
+    } else {
+      Vec right[VECS];
+#pragma GCC unroll 8
+      for (int v = 0; v < VECS; ++v) right[v] = load(from + v * kLanes);
+#pragma GCC unroll 8
+      for (int i = 0; i < ROWS; ++i) {
+        const Vec left(a[i * a_stride + j]);
+#pragma GCC unroll 8
+        for (int v = 0; v < VECS; ++v) sums[i][v] = at::vec::fmadd(left, right[v], sums[i][v]);
+      }
     }
   }
+#pragma GCC unroll 8
   for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
     for (int v = 0; v < VECS; ++v) sums[i][v].store(c + i * c_stride + v * kLanes);
 }
 
@@ -195,6 +217,8 @@ inline void add_products(
   int64_t i = 0;
   for (; rows - i >= 6; i += 6)
     product_rows<6, 2>(a + i * a_stride, a_stride, depth, b, b_stride, width, c + i * c_stride, c_stride);
+  for (; rows - i == 4; i += 4)
+    product_rows<4, 2>(a + i * a_stride, a_stride, depth, b, b_stride, width, c + i * c_stride, c_stride);
   for (; rows - i >= 3; i += 3)
     product_rows<3, 4>(a + i * a_stride, a_stride, depth, b, b_stride, width, c + i * c_stride, c_stride);
   for (; rows - i >= 2; i += 2)
