@@ -19,55 +19,58 @@ struct Split {
   int64_t sequence, first, last;  // keys first .. last - 1
 };
 
-// Some keys, or values, of a split that lie in one block.
+// Keys, or values, of one head of a split that lie in one block.
 template <typename P>
 struct Run {
+  int64_t kv_head;
   int64_t index, count;  // keys index .. index + count - 1 of the split
-  const P* here;         // of KV head 0
-  const P* ahead;        // the sequence's next block, null after the last one
-  const float* scales;   // only if kIsScaled<P>
+  const P* here;
+  const P* ahead;       // what comes after it: the next head, or the next block; null after the last one
+  const float* scales;  // only if kIsScaled<P>
 };
 
-// body(run) for each block of the split. `is_value`: of values instead of keys.
+// body(run) for each block of the split and each head. `is_value`: of values instead of keys.
 template <typename T, typename P, typename Body>
-void for_each_run(const Attention<T, P>& call, const Split& split, bool is_value, const Body& body) {
+void for_each_run(
+    const Attention<T, P>& call, const Split& split, int64_t kv_head_begin, int64_t kv_head_end, bool is_value, const Body& body) {
   const int64_t size = call.block_size, offset = is_value ? call.kv.value_offset : 0;
+  const int64_t scale_offset = is_value ? call.scales.value_offset : 0;
   const int32_t* table = call.block_tables + split.sequence * call.table_stride;
   int64_t token = split.first % size, next = split.first / size;
-  for (int64_t position = split.first; position < split.last; token = 0) {
-    const int64_t count = std::min(size - token, split.last - position), block = table[next++];
-    const bool is_last = position + count == split.last;
-    Run<P> run{position - split.first, count, call.kv.at(block, 0, token) + offset, nullptr, nullptr};
-    if (!is_last) run.ahead = call.kv.at(table[next], 0, 0) + offset;
-    if constexpr (kIsScaled<P>) run.scales = call.scales.at(block, 0, token) + (is_value ? call.scales.value_offset : 0);
-    body(run);
-    position += count;
+  for (int64_t position = split.first, count; position < split.last; position += count, token = 0) {
+    const int64_t block = table[next++];
+    count = std::min(size - token, split.last - position);
+    const P* next_block = position + count < split.last ? call.kv.at(table[next], kv_head_begin, 0) + offset : nullptr;
+    for (int64_t h = kv_head_begin; h < kv_head_end; ++h) {
+      const P* here = call.kv.at(block, h, token) + offset;
+      Run<P> run{h, position - split.first, count, here, h + 1 < kv_head_end ? here + call.kv.head_stride : next_block, nullptr};
+      if constexpr (kIsScaled<P>) run.scales = call.scales.at(block, h, token) + scale_offset;
+      body(run);
+    }
   }
 }
 
-// Calls body(index, keys, count) for each few keys of one head in a run, and meanwhile fetches as many of the next block: blocks lie
-// anywhere, and no hardware prefetcher follows a block table. A few at a time, since the queue of outstanding reads is short.
-template <int64_t FEW, typename T, typename P, typename Body>
-void for_each_few(const Attention<T, P>& call, const Run<P>& run, int64_t kv_head, const Body& body) {
+// Calls body(index, keys, count) for each few keys of a run, and meanwhile fetches as many of what comes after it: blocks lie anywhere,
+// and no hardware prefetcher follows a block table. A few at a time, since the queue of outstanding reads is short.
+template <int64_t FEW, typename P, typename Body>
+void for_each_few(const Run<P>& run, int64_t dim, const Body& body) {
   constexpr int64_t line = 64 / sizeof(P);
-  const int64_t dim = call.head_dim, head = kv_head * call.kv.head_stride;
   for (int64_t j = 0; j < run.count; j += FEW) {
     if (run.ahead != nullptr)
-      for (int64_t i = j * dim; i < (j + FEW) * dim; i += line) __builtin_prefetch(run.ahead + head + i);
-    body(run.index + j, run.here + head + j * dim, std::min(FEW, run.count - j));
+      for (int64_t i = j * dim; i < (j + FEW) * dim; i += line) __builtin_prefetch(run.ahead + i);
+    body(run.index + j, run.here + j * dim, std::min(FEW, run.count - j));
   }
 }
 
 // scores [rows, kSplit]: multiplies the columns of a run by its scales.
-template <typename T, typename P>
-void fold_scales(const Attention<T, P>& call, const Run<P>& run, int64_t kv_head, float* scores, int64_t num_rows) {
-  if constexpr (!kIsScaled<P>) return;
-  const float* scales = run.scales + kv_head * call.scales.head_stride;
-  for (int64_t r = 0; r < num_rows; ++r) {
-    float* row = scores + r * kSplit + run.index;
+template <typename P>
+void fold_scales(const Run<P>& run, float* scores, int64_t num_rows) {
+  if constexpr (kIsScaled<P>)
+    for (int64_t r = 0; r < num_rows; ++r) {
+      float* row = scores + r * kSplit + run.index;
 #pragma omp simd
-    for (int64_t j = 0; j < run.count; ++j) row[j] *= scales[j];
-  }
+      for (int64_t j = 0; j < run.count; ++j) row[j] *= run.scales[j];
+    }
 }
 
 // partial [Hq, D + 2]: the unnormalized output, the largest score, the sum of exponentials.
@@ -79,14 +82,12 @@ void attend_split(const Attention<T, P>& call, const Split& split, int64_t kv_he
   float* queries = scratch.at_least(num_rows * (dim + kSplit));
   float* scores = queries + num_rows * dim;
   for (int64_t r = 0; r < num_rows; ++r) call.load_query(split.sequence, head_begin + r, queries + r * dim);
-  for_each_run(call, split, false, [&](const Run<P>& run) {
-    for (int64_t h = kv_head_begin; h < kv_head_end; ++h) {
-      const int64_t r = (h - kv_head_begin) * group;
-      for_each_few<4>(call, run, h, [&](int64_t index, const P* keys, int64_t few) {
-        dot_rows(queries + r * dim, group, dim, keys, few, dim, dim, scores + r * kSplit + index, kSplit);
-      });
-      fold_scales(call, run, h, scores + r * kSplit, group);
-    }
+  for_each_run(call, split, kv_head_begin, kv_head_end, false, [&](const Run<P>& run) {
+    const int64_t r = (run.kv_head - kv_head_begin) * group;
+    for_each_few<4>(run, dim, [&](int64_t index, const P* keys, int64_t few) {
+      dot_rows(queries + r * dim, group, dim, keys, few, dim, dim, scores + r * kSplit + index, kSplit);
+    });
+    fold_scales(run, scores + r * kSplit, group);
   });
   for (int64_t r = 0; r < num_rows; ++r) {
     const int64_t count = split.last - split.first;
@@ -96,15 +97,12 @@ void attend_split(const Attention<T, P>& call, const Split& split, int64_t kv_he
     mixed[dim] = max_of(row, count);
     mixed[dim + 1] = exp_all(row, count, mixed[dim]);
   }
-  for_each_run(call, split, true, [&](const Run<P>& run) {
-    for (int64_t h = kv_head_begin; h < kv_head_end; ++h) {
-      const int64_t r = (h - kv_head_begin) * group;
-      float* mixed = partial + (head_begin + r) * size;
-      fold_scales(call, run, h, scores + r * kSplit, group);
-      for_each_few<8>(call, run, h, [&](int64_t index, const P* values, int64_t few) {
-        add_products(scores + r * kSplit + index, group, kSplit, few, values, dim, dim, mixed, size);
-      });
-    }
+  for_each_run(call, split, kv_head_begin, kv_head_end, true, [&](const Run<P>& run) {
+    const int64_t r = (run.kv_head - kv_head_begin) * group;
+    fold_scales(run, scores + r * kSplit, group);
+    for_each_few<8>(run, dim, [&](int64_t index, const P* values, int64_t few) {
+      add_products(scores + r * kSplit + index, group, kSplit, few, values, dim, dim, partial + (head_begin + r) * size, size);
+    });
   });
 }
 
