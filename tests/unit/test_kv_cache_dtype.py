@@ -200,7 +200,9 @@ def test_fp8_is_refused_on_a_gpu_that_cannot_convert_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert choose_kv_dtype("int8", torch.bfloat16, CUDA) is torch.int8
-    with pytest.raises(ConfigError, match=r"fp8 needs a GPU of compute capability 8.9 or later, and A100 is older"):
+    with pytest.raises(
+        ConfigError, match=r"--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or later, and A100 is older"
+    ):
         choose_kv_dtype("fp8", torch.bfloat16, CUDA)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert choose_kv_dtype("fp8", torch.bfloat16, CUDA) is torch.float8_e4m3fn

@@ -50,14 +50,15 @@ void for_each_run(
   }
 }
 
-// Calls body(index, keys, count) for each few keys of a run, and meanwhile fetches as many of what comes after it: blocks lie anywhere,
-// and no hardware prefetcher follows a block table. A few at a time, since the queue of outstanding reads is short.
+// Calls body(index, keys, count) for each few keys of a run, and meanwhile fetches as many of what comes after it: blocks lie
+// anywhere, and no hardware prefetcher follows a block table. A few at a time, since the queue of outstanding reads is short, and
+// into the second-level cache, whose queue is the longer one.
 template <int64_t FEW, typename P, typename Body>
 void for_each_few(const Run<P>& run, int64_t dim, const Body& body) {
   constexpr int64_t line = 64 / sizeof(P);
   for (int64_t j = 0; j < run.count; j += FEW) {
     if (run.ahead != nullptr)
-      for (int64_t i = j * dim; i < (j + FEW) * dim; i += line) __builtin_prefetch(run.ahead + i);
+      for (int64_t i = j * dim; i < (j + FEW) * dim; i += line) __builtin_prefetch(run.ahead + i, 0, 2);
     body(run.index + j, run.here + j * dim, std::min(FEW, run.count - j));
   }
 }

@@ -103,7 +103,8 @@ inline void sum_lanes4(const Vec* v, float* out) {
 }
 
 template <int ROWS, int COLS, typename B>
-TWOSTROKE_OWN_REGISTERS void dot_tile(const float* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t size, float* out, int64_t out_stride) {
+TWOSTROKE_OWN_REGISTERS void dot_tile(
+    const float* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t size, float* out, int64_t out_stride) {
   Vec sums[ROWS][COLS];
 #pragma GCC unroll 8
   for (int i = 0; i < ROWS; ++i)
@@ -217,8 +218,10 @@ inline void add_products(
   int64_t i = 0;
   for (; rows - i >= 6; i += 6)
     product_rows<6, 2>(a + i * a_stride, a_stride, depth, b, b_stride, width, c + i * c_stride, c_stride);
-  for (; rows - i == 4; i += 4)
+  if (rows - i == 4) {
     product_rows<4, 2>(a + i * a_stride, a_stride, depth, b, b_stride, width, c + i * c_stride, c_stride);
+    return;
+  }
   for (; rows - i >= 3; i += 3)
     product_rows<3, 4>(a + i * a_stride, a_stride, depth, b, b_stride, width, c + i * c_stride, c_stride);
   for (; rows - i >= 2; i += 2)
