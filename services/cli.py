@@ -35,8 +35,10 @@ def _run(command: str, argv: Sequence[str]) -> int:
     try:
         if command not in _COMMANDS:
             raise ConfigError(f"there is no command {command!r}; commands are {', '.join(_COMMANDS)}")
-        # An idle engine sleeps: OpenMP's threads must not spin between steps. Read when torch is imported.
+        # An idle engine sleeps: OpenMP's threads must not spin between steps, only for the microseconds between two products of one.
+        # Read when torch is imported.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         importlib.import_module(_COMMANDS[command][0]).main(argv)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

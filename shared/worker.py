@@ -113,7 +113,7 @@ def _scheduler(config: WorkerConfig, role: Role, runner: ModelRunner) -> Schedul
         blocks,
         digest=runner.pool.geometry.digest,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=sizing.max_step_tokens(config, role),
+        max_num_batched_tokens=sizing.max_step_tokens(config, role, runner.pool.device),
         max_model_len=runner.max_model_len,
     )
 

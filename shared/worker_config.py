@@ -37,7 +37,7 @@ class WorkerConfig(TlsConfig):
     kernels: str = option("auto", "kernel bodies to use", choices=("auto", "reference", "cpu", "triton"))
     max_model_len: int | None = option(None, "longest sequence, prompt plus output; default: the model's own limit")
     max_num_seqs: int = option(32, "most sequences in one step")
-    max_num_batched_tokens: int | None = option(None, "most tokens in one step; default by role: prefill 2048, others 512")
+    max_num_batched_tokens: int | None = option(None, "most tokens in one step; default: prefill 2048, others 512, on a CPU 256")
     enforce_eager: bool = option(False, "launch a GPU's kernels one by one instead of whole decode steps as CUDA graphs")
     block_size: int = option(16, "tokens per KV block", choices=None)
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory to use in all")

@@ -182,7 +182,7 @@ def _measure_step(
     config: WorkerConfig, role: Role, model: Decoder, geometry: KvGeometry, max_model_len: int, device: torch.device
 ) -> int:
     """GPU memory that the largest step and captured decode steps take besides weights and pool, allocator's waste included."""
-    num_tokens = sizing.max_step_tokens(config, role)
+    num_tokens = sizing.max_step_tokens(config, role, device)
     pool = KvPool(geometry, sizing.num_blocks_of(num_tokens, geometry.block_size) + 1, device, model.kernels)
     runner = ModelRunner(model, pool, max_model_len)
     torch.cuda.empty_cache()

@@ -10,7 +10,9 @@ from shared.errors import ConfigError
 from shared.worker_config import WorkerConfig
 from shared.worker_info import KvGeometry, Role
 
-_STEP_TOKENS = {Role.PREFILL: 2048, Role.DECODE: 512, Role.COLOCATED: 512}
+_PREFILL_STEP_TOKENS = 2048
+# Where sequences decode they wait for the whole step. A CPU is at its peak with fewer rows than a GPU is.
+_DECODE_STEP_TOKENS = {"cpu": 256, "cuda": 512}
 
 # On a CPU the pool shares memory with all else that runs there, so it takes less than it could unless told.
 _CPU_SHARE = 0.25
@@ -23,9 +25,10 @@ def choose_max_model_len(wanted: int | None, max_position: int) -> int:
     return wanted or max_position
 
 
-def max_step_tokens(config: WorkerConfig, role: Role) -> int:
-    """The token budget of a step. Unless told, as much as suits the role, and at least a token for each running sequence."""
-    return config.max_num_batched_tokens or max(_STEP_TOKENS[role], config.max_num_seqs)
+def max_step_tokens(config: WorkerConfig, role: Role, device: torch.device) -> int:
+    """The token budget of a step. Unless told, as much as suits role and device, and at least a token for each running sequence."""
+    suitable = _PREFILL_STEP_TOKENS if role is Role.PREFILL else _DECODE_STEP_TOKENS[device.type]
+    return config.max_num_batched_tokens or max(suitable, config.max_num_seqs)
 
 
 def check_weights_fit(size_bytes: int, device: torch.device) -> None:

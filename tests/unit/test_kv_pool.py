@@ -144,9 +144,12 @@ def test_weights_that_do_not_fit_are_refused_before_loading() -> None:
 
 
 def test_a_steps_tokens_are_by_role_unless_given() -> None:
-    assert sizing.max_step_tokens(config(), Role.PREFILL) == 2048
-    assert sizing.max_step_tokens(config(), Role.DECODE) == 512
-    assert sizing.max_step_tokens(config(max_num_batched_tokens=64), Role.PREFILL) == 64
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert sizing.max_step_tokens(config(), Role.PREFILL, cpu) == 2048
+    assert sizing.max_step_tokens(config(), Role.DECODE, cpu) == 256
+    assert sizing.max_step_tokens(config(), Role.COLOCATED, cuda) == 512
+    assert sizing.max_step_tokens(config(max_num_seqs=300), Role.DECODE, cpu) == 300
+    assert sizing.max_step_tokens(config(max_num_batched_tokens=64), Role.PREFILL, cpu) == 64
 
 
 def write_files(root: Path, files: dict[str, str]) -> Path:

@@ -20,9 +20,10 @@ namespace {
 
 constexpr int64_t kDepth = 1024;       // inputs per pass: a panel of it is 32 or 64 KiB, a block of x about 240
 constexpr int64_t kRowsPerBlock = 60;  // of x per item
+constexpr int64_t kAheadBytes = 2048;
 
 template <typename W>
-using Tiles = void (*)(const float*, const W*, int64_t, int64_t, int64_t, bool, float*, int64_t);
+using Tiles = void (*)(const float*, const W*, int64_t, int64_t, int64_t, int64_t, bool, float*, int64_t);
 
 template <typename W, int... R>
 constexpr std::array<Tiles<W>, sizeof...(R)> tiles_for(std::integer_sequence<int, R...>) {
@@ -57,11 +58,10 @@ struct Product {
 
   void lay_out(int64_t group, float* wide) const {
     const int64_t first = groups.start(group), rows = groups.size(group);
-    for (int64_t r = 0; r < rows; ++r) {
-      const T* from = x + (first + r) * size;
-      float* to = wide + first * size + r;
-      for (int64_t k = 0; k < size; ++k) to[k * rows] = widen(from[k]);
-    }
+    const T* from = x + first * size;
+    float* to = wide + first * size;
+    for (int64_t k = 0; k < size; ++k)
+      for (int64_t r = 0; r < rows; ++r) to[k * rows + r] = widen(from[r * size + k]);
   }
 
   // Groups first .. last - 1 times panels begin .. end - 1.
@@ -69,14 +69,16 @@ struct Product {
     static thread_local Scratch scratch;
     const int64_t top = groups.start(first), width = (end - begin) * kPanel, stride = size * kPanel;
     float* sums = scratch.at_least((groups.start(last) - top) * width);
-    // Panels of a lone group are read once, whatever the order: several at a time.
-    const int64_t at_once = last - first == 1 ? end - begin : 1;
+    // A lone group reads each panel once, whatever the order: several at a time, and from memory. With more groups a panel is
+    // in the cache after the first, and while they compute, the next one comes.
+    const bool is_lone = last - first == 1;
+    const int64_t at_once = is_lone ? end - begin : 1, ahead = is_lone ? kAheadBytes / int64_t(sizeof(W)) : stride;
     for (int64_t k = 0; k < size; k += kDepth) {
       for (int64_t p = begin; p < end; p += at_once) {
         for (int64_t g = first; g < last; ++g) {
           const int64_t row = groups.start(g), rows = groups.size(g);
           kTiles<W>[rows - 1](
-              wide + row * size + k * rows, panels + p * stride + k * kPanel, stride, at_once, std::min(kDepth, size - k), k > 0,
+              wide + row * size + k * rows, panels + p * stride + k * kPanel, stride, at_once, std::min(kDepth, size - k), ahead, k > 0,
               sums + (row - top) * width + (p - begin) * kPanel, width);
         }
       }
@@ -115,9 +117,10 @@ struct Product {
 };
 
 // As many as keep every thread busy to the end, but not so few that sharing them costs more than it saves.
-int64_t panels_per_item(int64_t num_panels, int64_t size) {
-  const int64_t even = num_panels / (4 * at::get_num_threads()), least = kWeightsPerThread / (size * kPanel);
-  return std::clamp<int64_t>(std::max(even, least) / 4 * 4, 4, 32);
+int64_t panels_per_item(int64_t num_panels, int64_t size, const Groups& groups) {
+  const int64_t even = num_panels / (8 * at::get_num_threads()), least = kWeightsPerThread / (size * kPanel * groups.count);
+  const int64_t at_once = groups.count == 1 ? 4 : 1;
+  return std::clamp<int64_t>(std::max(even, least) / at_once * at_once, at_once, 32);
 }
 
 }  // namespace
@@ -127,6 +130,7 @@ Tensor linear(const Tensor& x, const Tensor& panels, int64_t num_outputs, const 
   TORCH_CHECK(x.size(1) == panels.size(1) && num_outputs <= panels.size(0) * kPanel, "x and panels must fit together");
   Tensor out = at::empty({x.size(0), num_outputs}, x.options());
   if (x.size(0) == 0) return out;
+  const Groups groups(x.size(0));
   dispatch(x, [&](auto x_zero) {
     dispatch(panels, [&](auto panels_zero) {
       using T = decltype(x_zero);
@@ -138,8 +142,8 @@ Tensor linear(const Tensor& x, const Tensor& panels, int64_t num_outputs, const 
           .out = out.mutable_data_ptr<T>(),
           .size = x.size(1),
           .num_outputs = num_outputs,
-          .groups = Groups(x.size(0)),
-          .panels_per_item = panels_per_item(panels.size(0), x.size(1)),
+          .groups = groups,
+          .panels_per_item = panels_per_item(panels.size(0), x.size(1), groups),
           .groups_per_item = kRowsPerBlock / kMaxRows,
       }.run();
     });

@@ -35,9 +35,6 @@ constexpr int kMaxRows = 12;
 // Few rows take several panels at once: a sum waits for the one before it, so about eight must be under way.
 constexpr int panels_at_once(int rows) { return rows < 4 ? 4 / rows : 1; }
 
-// Bytes to fetch ahead of use: one panel is one stream, and alone the hardware's prefetcher does not keep enough reads under way.
-constexpr int64_t kAheadBytes = 2048;
-
 // The compiler's own vectors: on any CPU, and unlike arrays of a class around one, arrays of them stay in registers.
 typedef float Lanes __attribute__((vector_size(4 * kPanelLanes)));
 typedef uint32_t Bits __attribute__((vector_size(4 * kPanelLanes)));
@@ -63,8 +60,11 @@ constexpr int64_t panel_index(int64_t j) {
 }
 
 // sums [ROWS, PANELS * kPanel] = the products of x [depth][ROWS] with `depth` inputs of PANELS panels; with `add` they go on.
+// Meanwhile the weights that lie `ahead` of those used come nearer: alone, the hardware does not keep enough reads under way.
 template <int ROWS, int PANELS, typename T>
-void panel_tile(const float* x, const T* panels, int64_t panel_stride, int64_t depth, bool add, float* sums, int64_t sums_stride) {
+void panel_tile(
+    const float* x, const T* panels, int64_t panel_stride, int64_t depth, int64_t ahead, bool add, float* sums,
+    int64_t sums_stride) {
   Lanes total[ROWS][PANELS][2];
   const auto at = [&](int i, int p, int half) -> LanesAt& {
     return *reinterpret_cast<LanesAt*>(sums + i * sums_stride + p * kPanel + half * kPanelLanes);
@@ -79,7 +79,7 @@ void panel_tile(const float* x, const T* panels, int64_t panel_stride, int64_t d
 #pragma GCC unroll 4
     for (int p = 0; p < PANELS; ++p) {
       const T* weights = panels + p * panel_stride + k * kPanel;
-      __builtin_prefetch(weights + kAheadBytes / sizeof(T));
+      __builtin_prefetch(weights + ahead, 0, 2);
       Lanes low, high;
       load_panel(weights, low, high);
 #pragma GCC unroll 16
@@ -101,14 +101,14 @@ void panel_tile(const float* x, const T* panels, int64_t panel_stride, int64_t d
 // The same for any number of panels, as many at once as the registers like.
 template <int ROWS, typename T>
 void panel_tiles(
-    const float* x, const T* panels, int64_t panel_stride, int64_t num_panels, int64_t depth, bool add, float* sums,
+    const float* x, const T* panels, int64_t panel_stride, int64_t num_panels, int64_t depth, int64_t ahead, bool add, float* sums,
     int64_t sums_stride) {
   constexpr int at_once = panels_at_once(ROWS);
   int64_t p = 0;
   for (; num_panels - p >= at_once; p += at_once)
-    panel_tile<ROWS, at_once>(x, panels + p * panel_stride, panel_stride, depth, add, sums + p * kPanel, sums_stride);
+    panel_tile<ROWS, at_once>(x, panels + p * panel_stride, panel_stride, depth, ahead, add, sums + p * kPanel, sums_stride);
   for (; p < num_panels; ++p)
-    panel_tile<ROWS, 1>(x, panels + p * panel_stride, panel_stride, depth, add, sums + p * kPanel, sums_stride);
+    panel_tile<ROWS, 1>(x, panels + p * panel_stride, panel_stride, depth, ahead, add, sums + p * kPanel, sums_stride);
 }
 
 }  // namespace twostroke
