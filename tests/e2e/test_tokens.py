@@ -162,4 +162,5 @@ async def test_bfloat16_tokens_differ_only_at_near_ties(folder: Path, prompts: l
         await made.add(Role.DECODE, runner=load_runner(config, Role.DECODE), config=CONFIG)
         tokens, _ = await run_all(made, asked)
     for one, output in zip(asked, tokens, strict=True):
-        reference.assert_greedy(one.token_ids, output, tolerance=0.15)
+        # Rounding to bfloat16 moves a logit of this model by 0.11 (root mean square), and two of them are compared.
+        reference.assert_greedy(one.token_ids, output, tolerance=0.35)
