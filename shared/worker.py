@@ -12,6 +12,7 @@ import asyncio
 import logging
 import secrets
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,10 @@ from shared.worker_config import WorkerConfig
 from shared.worker_info import Role, WorkerInfo
 
 log = logging.getLogger(__name__)
+
+# How long the event loop may keep the interpreter from the engine's thread, which asks for it after every kernel. Python's default
+# is ten times as long: longer than a layer takes.
+_SWITCH_INTERVAL_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +153,7 @@ def run_worker(config: WorkerConfig, role: Role, services: Callable[[Worker], Se
     """Runs until SIGTERM or SIGINT. Raises ConfigError for what an operator can mend."""
     configure_logging(config.log_level, config.worker_id or role.value)
     keep_large_buffers()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     notify_progress(f"loading {config.model_name}")
     runner = load_runner(config, role)
     asyncio.run(_serve(config, role, runner, services))
