@@ -159,10 +159,13 @@ Tensor pack_panels(const Tensor& weight) {
     using T = decltype(zero);
     const T* from = weight.const_data_ptr<T>();
     T* to = panels.mutable_data_ptr<T>();
-    at::parallel_for(0, num_outputs, kPanel, [&](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; ++n) {
-        T* column = to + n / kPanel * size * kPanel + panel_index<T>(n % kPanel);
-        for (int64_t k = 0; k < size; ++k) column[k * kPanel] = from[n * size + k];
+    at::parallel_for(0, num_panels, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t p = begin; p < end; ++p) {
+        const T* rows = from + p * kPanel * size;
+        T* panel = to + p * size * kPanel;
+        const int64_t count = std::min(kPanel, num_outputs - p * kPanel);
+        for (int64_t k = 0; k < size; ++k)
+          for (int64_t j = 0; j < count; ++j) panel[k * kPanel + panel_index<T>(j)] = rows[j * size + k];
       }
     });
   });
