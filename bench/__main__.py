@@ -18,8 +18,7 @@ from bench.config import BenchConfig
 from bench.progress import Progress
 from bench.report import Report, write_json
 from bench.session import ServerFailed, bench
-from shared.config import parse_config
-from shared.errors import ConfigError
+from shared.config import exit_on_config_error, parse_config
 
 # In the environment of a server it names a folder; here it would be a name.
 _NOT_OURS = "TWOSTROKE_MODEL"
@@ -48,8 +47,5 @@ def _show(config: BenchConfig, report: Report) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with exit_on_config_error():
         main(sys.argv[1:])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

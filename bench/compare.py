@@ -29,7 +29,7 @@ from bench.report import write_json
 from bench.session import ServerFailed, measure, served_model
 from bench.text import documentation, tokenize_with
 from shared.cache_dir import cache_dir
-from shared.config import parse_config
+from shared.config import exit_on_config_error, parse_config
 from shared.errors import ConfigError
 from shared.models.fetch import fetch_default_model
 
@@ -129,8 +129,5 @@ def _cpu() -> str:
 
 
 if __name__ == "__main__":
-    try:
+    with exit_on_config_error():
         main(sys.argv[1:])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

@@ -29,7 +29,7 @@ from bench.report import align, write_json
 from bench.stack import model_folder, running_stack
 from bench.text import PromptSource, documentation, tokenize_with
 from bench.workers import WorkerLost, workers_of_stack
-from shared.config import option, parse_config
+from shared.config import exit_on_config_error, option, parse_config
 from shared.errors import ConfigError
 
 PROG = "python -m bench.failover"
@@ -183,8 +183,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with exit_on_config_error():
         main(sys.argv[1:])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

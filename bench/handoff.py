@@ -33,8 +33,7 @@ from bench.progress import Progress
 from bench.report import align, write_json
 from bench.stack import Metrics, Stack, model_folder, running_stack
 from bench.text import PromptSource, documentation, tokenize_with
-from shared.config import option, parse_config
-from shared.errors import ConfigError
+from shared.config import exit_on_config_error, option, parse_config
 
 PROG = "python -m bench.handoff"
 COLOCATED = "colocated"
@@ -246,8 +245,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with exit_on_config_error():
         main(sys.argv[1:])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

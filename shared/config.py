@@ -11,9 +11,11 @@ import argparse
 import dataclasses
 import os
 import re
+import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from shared.errors import ConfigError
@@ -22,6 +24,16 @@ T = TypeVar("T")
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+@contextmanager
+def exit_on_config_error() -> Iterator[None]:
+    """A ConfigError inside ends the process with one line on stderr and exit code 2."""
+    try:
+        yield
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def option(

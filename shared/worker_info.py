@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from hashlib import blake2b
+from math import prod
 
 PROTOCOL_VERSION = 1
 _KV_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
@@ -48,8 +49,13 @@ class KvGeometry:
         return self.block_size * token_bytes
 
     @property
+    def block_shape(self) -> tuple[int, int, int, int]:
+        """[L, 2, Hkv, head_bytes]: a block as bytes."""
+        return self.num_layers, 2, self.num_kv_heads, self.head_bytes
+
+    @property
     def block_bytes(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.head_bytes
+        return prod(self.block_shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ def build_batch(plan: Plan, block_size: int, device: torch.device) -> Batch:
 
 def known_token_ids(plan: Plan) -> NDArray[np.int64]:
     """[T]: the tokens of a plan that was not made ahead."""
-    pieces = (s.sequence.token_ids[s.start : s.start + s.num_tokens] for s in plan.scheduled)
+    pieces = (s.sequence.token_ids[s.start : s.end] for s in plan.scheduled)
     return np.fromiter(chain.from_iterable(pieces), np.int64, plan.num_tokens)
 
 

@@ -45,7 +45,7 @@ class KvPool:
         self._kernels = kernels
         memory = storage(num_blocks * g.block_bytes, device)
         self.shared_storage = storage if isinstance(storage, SharedStorage) else None
-        self.blocks = memory.view(num_blocks, g.num_layers, 2, g.num_kv_heads, g.head_bytes)
+        self.blocks = memory.view(num_blocks, *g.block_shape)
         self.kv, self.scales = typed_views(self.blocks, KV_DTYPES[g.kv_dtype], g.block_size, g.head_dim)
         self.layers = tuple(self._layer(index) for index in range(g.num_layers))
 
@@ -127,8 +127,3 @@ class KvPool:
     def _check_range(what: str, start: int, stop: int, lowest: int, end: int) -> None:
         if not lowest <= start < stop <= end:
             raise CorruptTransfer(f"{what}s {start}..{stop - 1} are not within {lowest}..{end - 1}")
-
-
-def split_blocks(memory: NDArray[np.uint8], geometry: KvGeometry) -> NDArray[np.uint8]:
-    """The bytes of blocks that lie one after the other, as [num_blocks, L, 2, Hkv, head_bytes]. No copy."""
-    return memory.reshape(-1, geometry.num_layers, 2, geometry.num_kv_heads, geometry.head_bytes)

@@ -29,7 +29,7 @@ class LayerProgress:
         if now_s - self._reported_s < _INTERVAL_S:
             return
         self._reported_s = now_s
-        self._listener([Progress(s.sequence.id, s.start + s.num_tokens, num_layers) for s in self._prompts])
+        self._listener([Progress(s.sequence.id, s.end, num_layers) for s in self._prompts])
 
 
 def layer_progress(plan: Plan, listener: Callable[[Sequence[Event]], None]) -> LayerProgress | None:

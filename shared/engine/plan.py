@@ -26,7 +26,7 @@ class ScheduledSequence:
 
     @property
     def end(self) -> int:
-        """Position of the sampled token."""
+        """Position after the last computed token: that of the sampled one."""
         return self.start + self.num_tokens
 
     @property
@@ -66,19 +66,6 @@ class Pending(Protocol):
 
     def wait(self) -> Row[Row[SampledToken]]:
         """Per scheduled sequence, its `num_samples` tokens. Raises what went wrong in the step."""
-
-
-@dataclass(slots=True)
-class Done:
-    """A step that was computed when it was launched."""
-
-    samples: Row[Row[SampledToken]]
-
-    def is_done(self) -> bool:
-        return True
-
-    def wait(self) -> Row[Row[SampledToken]]:
-        return self.samples
 
 
 @dataclass(frozen=True, slots=True)

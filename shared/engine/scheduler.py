@@ -154,7 +154,7 @@ class Scheduler:
             if sequence.status is Status.FINISHED:  # aborted during the step, or ended by the one before
                 self._free_if_idle(sequence)
                 continue
-            self.blocks.mark_computed(sequence, item.start + item.num_tokens)
+            self.blocks.mark_computed(sequence, item.end)
             if sequence.hold:
                 events.append(Progress(sequence.id, sequence.num_computed_tokens))
             if item.num_samples:

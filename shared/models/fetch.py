@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.cache_dir import cache_dir
+from shared.config import exit_on_config_error
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -138,8 +139,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with exit_on_config_error():
         main()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

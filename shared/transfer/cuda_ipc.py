@@ -70,9 +70,8 @@ class CudaExported:
 
 class CudaPeerPool:
     def __init__(self, mapped: Tensor, geometry: KvGeometry, memory: DeviceMemory) -> None:
-        g = geometry
         self._mapped = mapped
-        self._blocks: Tensor | None = mapped.view(-1, g.num_layers, 2, g.num_kv_heads, g.head_bytes)
+        self._blocks: Tensor | None = mapped.view(-1, *geometry.block_shape)
         self._memory = memory
 
     def begin(self, pool: KvPool, copy: Copy) -> None:

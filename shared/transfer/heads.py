@@ -65,7 +65,7 @@ class PoolGroup:
         if not 0 <= first_head < heads.stop <= g.num_kv_heads or size_bytes != prod(shape):
             raise CorruptTransfer(f"{size_bytes} bytes came for heads {first_head}..{heads.stop - 1}; {prod(shape)} are due")
         for shard, common in parts:
-            part = data if len(parts) == 1 else _cut_heads(data, shape, _slice(common, first_head))
+            part = data if len(parts) == 1 else _cut_heads(data, shape, slice_of(common, first_head))
             if isinstance(part, Tensor):
                 part = part.to(shard.pool.device)
             shard.pool.write_blocks(block_ids, part, first_layer, num_layers, common.start - shard.first_head, len(common))
@@ -83,7 +83,7 @@ def common_heads(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
-def _slice(heads: range, first_head: int) -> slice:
+def slice_of(heads: range, first_head: int) -> slice:
     """Where the heads are in something that begins with `first_head`."""
     return slice(heads.start - first_head, heads.stop - first_head)
 

@@ -6,11 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-import xxhash
-
 from shared.engine.kv_pool import KvPool
 from shared.rpc import kv_pb2
-from shared.transfer.chunks import layers_of
+from shared.transfer.chunks import checksum_of, layers_of
 from shared.transfer.interface import GRPC, Announce, Peer, Route
 
 # Measured (docs/performance.md): below 512 KiB the cost of a message shows, and above 2 MiB chunks no longer fit the caches.
@@ -25,7 +23,7 @@ class InlineWriter:
 
     async def ship(self, chunk: kv_pb2.Chunk, pool: KvPool, block_ids: Sequence[int], announce: Announce) -> None:
         data = pool.read_blocks(block_ids, layers_of(chunk))
-        chunk.checksum = xxhash.xxh3_64_intdigest(data)
+        chunk.checksum = checksum_of(data)
         chunk.data = data if isinstance(data, bytes) else bytes(data)
         await announce()
 

@@ -22,7 +22,7 @@ from shared.engine.kv_pool import KvPool
 from shared.errors import StaleTransfer
 from shared.rpc import kv_pb2
 from shared.transfer.chunks import layers_of
-from shared.transfer.heads import common_heads
+from shared.transfer.heads import common_heads, slice_of
 from shared.transfer.interface import Announce, LinkLost, Peer, Route
 from shared.transfer.mapped_memory import Copy, Mapper, PeerPool
 from shared.transfer.pool_socket import (
@@ -103,9 +103,8 @@ class MappedLink:
         for peer in self._pools:
             heads = common_heads(peer.heads, range(chunk.first_head, chunk.first_head + chunk.num_heads))
             if heads:
-                source_heads = slice(heads.start - chunk.first_head, heads.stop - chunk.first_head)
-                target_heads = slice(heads.start - peer.heads.start, heads.stop - peer.heads.start)
-                peer.pool.begin(pool, Copy(sources, targets, layers_of(chunk), source_heads, target_heads))
+                ours, theirs = slice_of(heads, chunk.first_head), slice_of(heads, peer.heads.start)
+                peer.pool.begin(pool, Copy(sources, targets, layers_of(chunk), ours, theirs))
 
     async def finish(self) -> None:
         for peer in self._pools:

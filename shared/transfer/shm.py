@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.engine.kv_pool import KvPool, split_blocks
+from shared.engine.kv_pool import KvPool
 from shared.rpc import kv_pb2
 from shared.transfer.heads import PoolGroup
 from shared.transfer.interface import SHM, LinkLost
@@ -41,7 +41,7 @@ class ShmExported:
 
 class ShmPeerPool:
     def __init__(self, memory: mmap.mmap, geometry: KvGeometry) -> None:
-        self._blocks: NDArray[np.uint8] | None = split_blocks(np.frombuffer(memory, dtype=np.uint8), geometry)
+        self._blocks: NDArray[np.uint8] | None = np.frombuffer(memory, dtype=np.uint8).reshape(-1, *geometry.block_shape)
 
     def begin(self, pool: KvPool, copy: Copy) -> None:
         if self._blocks is None:

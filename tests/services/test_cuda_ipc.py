@@ -15,6 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shared.engine.kv_pool import KvPool
 from shared.errors import ConfigError, StaleTransfer, TwostrokeError, Unavailable
 from shared.rpc import kv_pb2
 from shared.transfer import metrics, setup
@@ -24,12 +25,13 @@ from shared.transfer.interface import LinkLost, Peer, Route
 from shared.transfer.links import Links
 from shared.transfer.mapped_host import MappedHost
 from shared.transfer.pool_socket import GOODBYE, ProcessEnd, pack_ticket, receive_greeting
+from shared.transfer.sender import Sender
 from shared.transfer.setup import make_hosts, make_links
 from shared.worker_info import Role
 from tests.support.eventually import eventually
 from tests.support.fake_device import FakeDevice, fake_cuda_connector, fake_cuda_host
 from tests.support.fake_runner import GEOMETRY
-from tests.support.pair import ask, config_of, empty_group, finish, pair, random_pool, runner_of, sender_process
+from tests.support.pair import Pair, ask, config_of, empty_group, finish, pair, random_pool, runner_of, sender_process
 
 BOOT = "0123456789abcdef"
 
@@ -40,13 +42,20 @@ def devices() -> tuple[FakeDevice, FakeDevice, PoolGroup]:
     return FakeDevice(), FakeDevice(pools), pools
 
 
+@asynccontextmanager
+async def opened(lease_s: float = 5.0) -> AsyncIterator[tuple[Pair, Sender, FakeDevice, KvPool]]:
+    """A transfer whose blocks are granted: the pair, its sender and the sender's device, and the receiver's pool."""
+    ours, theirs, pools = devices()
+    async with pair("cuda-ipc", pools=pools, devices=(ours, theirs), lease_s=lease_s) as both:
+        both.expect(100)
+        sender = both.sender()
+        await sender.open(7)
+        yield both, sender, ours, pools.shards[0].pool
+
+
 class TestCopiesUnderWay:
     async def test_a_chunk_is_announced_only_when_its_copies_have_ended(self) -> None:
-        ours, theirs, pools = devices()
-        async with pair("cuda-ipc", pools=pools, devices=(ours, theirs)) as both:
-            both.expect(100)
-            sender = both.sender()
-            await sender.open(7)
+        async with opened() as (both, sender, ours, _):
             ours.may_finish.clear()
             push = asyncio.create_task(sender.push(0, list(range(1, 8))))
             await eventually(lambda: bool(ours._begun))
@@ -58,25 +67,21 @@ class TestCopiesUnderWay:
             await both.is_baseline()
 
     async def test_blocks_of_an_ended_attempt_go_back_only_when_its_copies_have_ended(self) -> None:
-        ours, theirs, pools = devices()
-        async with pair("cuda-ipc", pools=pools, devices=(ours, theirs), lease_s=0.1) as both:
-            both.expect(100)
-            sender = both.sender()
-            await sender.open(7)
+        async with opened(lease_s=0.1) as (both, sender, ours, pool):
             blocks = both.reserved_blocks()
             ours.may_finish.clear()
             push = asyncio.create_task(sender.push(0, list(range(1, 8))))
             await eventually(lambda: metrics.quarantined_blocks._value.get() == 7)
             assert both.num_reserved() == 1
-            assert not pools.shards[0].pool.kv[blocks].any()
+            assert not pool.kv[blocks].any()
             ours.may_finish.set()
             await both.is_baseline()
             with pytest.raises(TwostrokeError):
                 await push
-            pools.shards[0].pool.kv[blocks] = 2.0
+            pool.kv[blocks] = 2.0
             with pytest.raises(StaleTransfer):
                 await sender.push(0, [1])
-            assert bool((pools.shards[0].pool.kv[blocks] == 2.0).all())
+            assert bool((pool.kv[blocks] == 2.0).all())
             await sender.abort("test")
 
     async def test_blocks_are_granted_only_when_the_receivers_own_work_has_ended(self) -> None:
@@ -108,11 +113,7 @@ class TestCopiesUnderWay:
 
 class TestEndOfAPeer:
     async def test_receivers_end_unmaps_its_pools_at_the_sender(self) -> None:
-        ours, theirs, pools = devices()
-        async with pair("cuda-ipc", pools=pools, devices=(ours, theirs)) as both:
-            both.expect(100)
-            sender = both.sender()
-            await sender.open(7)
+        async with opened() as (both, sender, ours, _):
             assert ours.num_mapped == 1
             await both.receiver.hosts.close()
             await eventually(lambda: ours.num_mapped == 0)
@@ -122,11 +123,7 @@ class TestEndOfAPeer:
             both.receiver.forget(b"t" * 16)
 
     async def test_pools_stay_mapped_while_copies_to_them_are_under_way(self) -> None:
-        ours, theirs, pools = devices()
-        async with pair("cuda-ipc", pools=pools, devices=(ours, theirs)) as both:
-            both.expect(100)
-            sender = both.sender()
-            await sender.open(7)
+        async with opened() as (both, sender, ours, _):
             ours.may_finish.clear()
             push = asyncio.create_task(sender.push(0, [1, 2]))
             await eventually(lambda: bool(ours._begun))

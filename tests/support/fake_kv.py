@@ -8,11 +8,11 @@ of that hash and of the choice, so that an output does not depend on how the sch
 from __future__ import annotations
 
 from collections.abc import Sequence as Row
-from dataclasses import dataclass
 
-from shared.engine.plan import Plan, SampledToken, ScheduledSequence
+from shared.engine.plan import Plan, SampledToken
 from shared.engine.sequence import Sequence
 from shared.request import FinishReason, Request, finish_reason
+from tests.support.launched import Launched, Work
 
 VOCABULARY = 12
 _Result = tuple[list[int], FinishReason]
@@ -55,22 +55,6 @@ def _solo_output(request: Request, choice: int, max_model_len: int) -> _Result:
             return token_ids[len(request.token_ids) :], reason
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What a launch hands over of one sequence: nothing that the scheduler does later changes it."""
-
-    item: ScheduledSequence
-    block_table: list[int]
-    token_ids: list[int]  # those known at the launch
-    is_forking: bool
-
-
-@dataclass(frozen=True)
-class Launched:
-    plan: Plan
-    works: list[_Work]
-
-
 class FakeModel:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -82,20 +66,12 @@ class FakeModel:
 
     def launch(self, plan: Plan) -> Launched:
         """To be computed later, in the order of launches."""
-        works = []
-        for item in plan.scheduled:
-            sequence = item.sequence
-            works.append(_Work(item, sequence.block_table.copy(), sequence.token_ids[: item.end], sequence.is_forking))
-        return Launched(plan, works)
+        return Launched.of(plan)
 
     def compute(self, launched: Launched) -> list[list[SampledToken]]:
         """Copies, then writes of all, then reads of all: a step in the order least kind to a scheduler that mixes blocks up."""
         self._copy(launched.plan.copies)
-        if launched.plan.sampled_rows is not None:
-            for work, row in zip(launched.works, launched.plan.sampled_rows, strict=True):
-                (token,) = self._sampled[row]
-                assert len(work.token_ids) == work.item.start, "a token that is to come from the step before is known"
-                work.token_ids.append(token.token_id)
+        launched.take(self._sampled)
         for work in launched.works:
             self._write(work.block_table, work.token_ids, work.item.start)
         for work in launched.works:
@@ -134,7 +110,7 @@ class FakeModel:
         return block_table[position // self._block_size], position % self._block_size
 
 
-def _sample(work: _Work) -> list[SampledToken]:
+def _sample(work: Work) -> list[SampledToken]:
     if work.item.num_samples == 0:
         return []
     if work.is_forking:

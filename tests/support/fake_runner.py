@@ -15,10 +15,11 @@ from hashlib import blake2b
 import torch
 
 from shared.engine.kv_pool import KvPool
-from shared.engine.plan import Done, Pending, Plan, SampledToken, ScheduledSequence
+from shared.engine.plan import Pending, Plan, SampledToken
 from shared.kernels.reference import ReferenceKernels
 from shared.request import choice_seed
 from shared.worker_info import KvGeometry
+from tests.support.launched import Launched, Work
 
 VOCAB_SIZE = 1000
 GEOMETRY = KvGeometry("fake-weights", "float32", num_layers=2, num_kv_heads=2, head_dim=4, block_size=16, kv_dtype="float32")
@@ -60,30 +61,28 @@ class FakeRunner:
         self._sampled: list[list[SampledToken]] = []  # by the step computed last
 
     def launch(self, plan: Plan, on_layer: Callable[[int], None] | None = None) -> Pending:
-        return Done(self._compute(_copy(plan), on_layer))
+        return _Done(self._compute(Launched.of(plan), on_layer))
 
-    def _compute(self, launched: _Launched, on_layer: Callable[[int], None] | None = None) -> list[list[SampledToken]]:
+    def _compute(self, launched: Launched, on_layer: Callable[[int], None] | None = None) -> list[list[SampledToken]]:
         self.gate.wait(30)
         self.num_steps += 1
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
         self.pool.copy(launched.plan.copies)
-        if launched.plan.sampled_rows is not None:
-            for work, row in zip(launched.works, launched.plan.sampled_rows, strict=True):
-                work.token_ids.append(self._sampled[row][0].token_id)
+        launched.take(self._sampled)
         self._write_layers(launched.works, on_layer)
         self._sampled = [self._sample(work) for work in launched.works]
         return self._sampled
 
-    def _sample(self, work: _Work) -> list[SampledToken]:
+    def _sample(self, work: Work) -> list[SampledToken]:
         for position in range(work.item.start):
             self._check(work.block_table, work.token_ids, position)
         sequence = work.item.sequence
         seed, first = sequence.request.sampling.seed, sequence.choice
         return [SampledToken(next_token(work.token_ids, choice_seed(seed, first + i))) for i in range(work.item.num_samples)]
 
-    def _write_layers(self, works: list[_Work], on_layer: Callable[[int], None] | None) -> None:
+    def _write_layers(self, works: list[Work], on_layer: Callable[[int], None] | None) -> None:
         for layer in range(self.pool.geometry.num_layers):
             for work in works:
                 for position in range(work.item.start, work.item.end):
@@ -103,6 +102,17 @@ class FakeRunner:
         want = float(fingerprint(tokens[: position + 1]))
         found = self._slot(table, position)
         assert bool((found == want).all()), f"KV at position {position} is not that of its prefix"
+
+
+@dataclass(frozen=True)
+class _Done:
+    samples: list[list[SampledToken]]
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> list[list[SampledToken]]:
+        return self.samples
 
 
 class FakeAsyncRunner(FakeRunner):
@@ -125,12 +135,12 @@ class FakeAsyncRunner(FakeRunner):
         if plan.sampled_rows is not None and self.fail_launch_ahead is not None:
             error, self.fail_launch_ahead = self.fail_launch_ahead, None
             raise error
-        return _Later(self._device.submit(self._compute_later, _copy(plan)))
+        return _Later(self._device.submit(self._compute_later, Launched.of(plan)))
 
     def close(self) -> None:
         self._device.shutdown()
 
-    def _compute_later(self, launched: _Launched) -> list[list[SampledToken]]:
+    def _compute_later(self, launched: Launched) -> list[list[SampledToken]]:
         if self.permits is not None:
             assert self.permits.acquire(timeout=30)
         return self._compute(launched)
@@ -145,23 +155,3 @@ class _Later:
 
     def wait(self) -> list[list[SampledToken]]:
         return self.result.result(timeout=60)
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What a launch hands over of one sequence: nothing that the engine does later changes it."""
-
-    item: ScheduledSequence
-    block_table: list[int]
-    token_ids: list[int]  # those known at the launch
-
-
-@dataclass(frozen=True)
-class _Launched:
-    plan: Plan
-    works: list[_Work]
-
-
-def _copy(plan: Plan) -> _Launched:
-    works = [_Work(s, s.sequence.block_table.copy(), s.sequence.token_ids[: s.end]) for s in plan.scheduled]
-    return _Launched(plan, works)

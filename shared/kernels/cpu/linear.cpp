@@ -18,9 +18,9 @@
 namespace twostroke {
 namespace {
 
-constexpr int64_t kDepth = 1024;       // inputs per pass: a panel of it is 32 or 64 KiB, a block of x about 240
-constexpr int64_t kRowsPerBlock = 60;  // of x per item
-constexpr int64_t kAheadBytes = 2048;
+constexpr int64_t kDepth = 1024;  // inputs per pass: a panel of it is 32 or 64 KiB, an item's rows of x about 240
+constexpr int64_t kGroupsPerItem = 60 / kMaxRows;
+constexpr int64_t kAheadBytes = 2048;  // for what comes from memory
 
 template <typename W>
 using Tiles = void (*)(const float*, const W*, int64_t, int64_t, int64_t, int64_t, bool, float*, int64_t);
@@ -52,7 +52,7 @@ struct Product {
   T* out;
   int64_t size, num_outputs;
   Groups groups;
-  int64_t panels_per_item, groups_per_item;
+  int64_t panels_per_item;
 
   int64_t num_panels() const { return (num_outputs + kPanel - 1) / kPanel; }
 
@@ -107,11 +107,11 @@ struct Product {
       for (int64_t g = begin; g < end; ++g) lay_out(g, wide);
     });
     const int64_t across = (num_panels() + panels_per_item - 1) / panels_per_item;
-    const int64_t down = (groups.count + groups_per_item - 1) / groups_per_item;
+    const int64_t down = (groups.count + kGroupsPerItem - 1) / kGroupsPerItem;
     for_each_item(down * across, [&](int64_t item) {
-      const int64_t first = item / across * groups_per_item, begin = item % across * panels_per_item;
+      const int64_t first = item / across * kGroupsPerItem, begin = item % across * panels_per_item;
       multiply(
-          wide, first, std::min(first + groups_per_item, groups.count), begin, std::min(begin + panels_per_item, num_panels()));
+          wide, first, std::min(first + kGroupsPerItem, groups.count), begin, std::min(begin + panels_per_item, num_panels()));
     });
   }
 };
@@ -119,7 +119,7 @@ struct Product {
 // As many as keep every thread busy to the end, but not so few that sharing them costs more than it saves.
 int64_t panels_per_item(int64_t num_panels, int64_t size, const Groups& groups) {
   const int64_t even = num_panels / (8 * at::get_num_threads()), least = kWeightsPerThread / (size * kPanel * groups.count);
-  const int64_t at_once = groups.count == 1 ? 4 : 1;
+  const int64_t at_once = groups.count == 1 ? panels_at_once(1) : 1;
   return std::clamp<int64_t>(std::max(even, least) / at_once * at_once, at_once, 32);
 }
 
@@ -144,7 +144,6 @@ Tensor linear(const Tensor& x, const Tensor& panels, int64_t num_outputs, const 
           .num_outputs = num_outputs,
           .groups = groups,
           .panels_per_item = panels_per_item(panels.size(0), x.size(1), groups),
-          .groups_per_item = kRowsPerBlock / kMaxRows,
       }.run();
     });
   });

@@ -33,10 +33,13 @@ Tensor linear_few_bf16(const Tensor& x, const Tensor& weight, const std::optiona
   const BFloat16* biases = bias ? bias->const_data_ptr<BFloat16>() : nullptr;
   BFloat16* to = out.mutable_data_ptr<BFloat16>();
   static thread_local Scratch x_scratch, sum_scratch;
-  float* wide_x = x_scratch.at_least(rows * size);
+  float* wide_x = nullptr;
   float* sums = sum_scratch.at_least(rows * num_outputs);
+  if constexpr (!kHasDotBf16) {
+    wide_x = x_scratch.at_least(rows * size);
 #pragma omp simd
-  for (int64_t i = 0; i < rows * size; ++i) wide_x[i] = widen(from[i]);
+    for (int64_t i = 0; i < rows * size; ++i) wide_x[i] = widen(from[i]);
+  }
   at::parallel_for(0, num_outputs, std::max<int64_t>(4, kWeightsPerThread / size), [&](int64_t begin, int64_t end) {
     multiply(from, wide_x, weights, rows, size, begin, end, sums, num_outputs);
     for (int64_t r = 0; r < rows; ++r)
