@@ -8,6 +8,7 @@ from shared import errors
 from shared.errors import TwostrokeError
 
 _PARAM_KEY = "twostroke-param"
+_BROKEN_WRITE = "Internal error from Core"  # grpc.aio's own words
 
 _BY_STATUS: dict[str, type[TwostrokeError]] = {
     cls.grpc_status: cls
@@ -33,8 +34,16 @@ def status_of(error: TwostrokeError) -> tuple[grpc.StatusCode, str, tuple[tuple[
     return grpc.StatusCode[error.grpc_status], error.message, trailing
 
 
+def is_broken_write(error: grpc.RpcError) -> bool:
+    """Whether this side wrote to a call that the peer had just ended. Sometimes grpc.aio gives this as the call's status, and the
+    peer's is lost."""
+    return error.code() is grpc.StatusCode.INTERNAL and error.details() == _BROKEN_WRITE
+
+
 def from_rpc_error(error: grpc.RpcError) -> TwostrokeError:
     """The error a peer raised, or the one that describes how the call itself failed."""
+    if is_broken_write(error):
+        return errors.Unavailable("the peer has ended the call")
     code = error.code()
     cls = _BY_STATUS.get(code.name, errors.Internal)
     trailing = dict(error.trailing_metadata() or ())

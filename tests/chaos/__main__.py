@@ -1,6 +1,6 @@
 """`python -m tests.chaos`: the long form. Prints its seed, and ends with exit code 1 if anything was lost, repeated or kept.
 
-Takes about ten minutes. As root it also loses packets between network namespaces.
+Takes some minutes. As root it also loses packets between network namespaces.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import xxhash
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from shared.grpc_errors import is_broken_write
 from shared.rpc import control_pb2, control_pb2_grpc, kv_pb2, kv_pb2_grpc, sequence_pb2
 from shared.wire import request_to_wire
 from shared.worker_info import Role
@@ -135,7 +136,8 @@ async def status_of(call: object) -> grpc.StatusCode:
         else:
             await call  # type: ignore[misc]
     except grpc.RpcError as error:
-        return error.code()  # type: ignore[no-any-return]
+        # No answer of the server's, which is lost then: the library says so of this side's writing.
+        return grpc.StatusCode.CANCELLED if is_broken_write(error) else error.code()  # type: ignore[no-any-return]
     except asyncio.CancelledError:  # how the library tells that the server ended a call which it was still feeding
         assert call.done()  # type: ignore[attr-defined]
         return await call.code()  # type: ignore[attr-defined, no-any-return]
