@@ -69,12 +69,12 @@ def measure(
     num_rounds: int,
 ) -> Result:
     num_blocks = batch_size * -(-context_len // BLOCK_SIZE)
-    kv_layer, head_bytes = _random_layer(shape, kv_dtype, num_blocks + 1)
+    kv_layer, head_bytes = random_layer(shape, kv_dtype, num_blocks + 1)
     q = torch.randn(batch_size, shape.num_heads, shape.head_dim).to(dtype)
     batch = _decode_batch(batch_size, context_len, num_blocks)
     size_bytes = 2 * shape.num_kv_heads * num_blocks * head_bytes
     buffer = torch.ones(size_bytes // 4)
-    attention_s, memory_s = _best_of(
+    attention_s, memory_s = best_of(
         num_rounds, lambda: kernels.attention(q, kv_layer, batch, shape.head_dim**-0.5), lambda: buffer.sum()
     )
     return Result(
@@ -90,7 +90,7 @@ def measure(
     )
 
 
-def _random_layer(shape: Shape, kv_dtype: torch.dtype, num_blocks: int) -> tuple[KvLayer, int]:
+def random_layer(shape: Shape, kv_dtype: torch.dtype, num_blocks: int) -> tuple[KvLayer, int]:
     """A pool of one layer, and the bytes of one head's keys or values in a block."""
     token_bytes = shape.head_dim * kv_dtype.itemsize + (torch.float32.itemsize if kv_dtype in LARGEST_STORED else 0)
     runs = torch.zeros(num_blocks, 2, shape.num_kv_heads, BLOCK_SIZE * token_bytes, dtype=torch.uint8)
@@ -115,7 +115,7 @@ def _decode_batch(batch_size: int, context_len: int, num_blocks: int) -> Attenti
     )
 
 
-def _best_of(num_rounds: int, *bodies: Callable[[], Tensor]) -> list[float]:
+def best_of(num_rounds: int, *bodies: Callable[[], Tensor]) -> list[float]:
     """The shortest time of each body, in seconds; they take turns, so that a busy spell of the machine hits all of them."""
     best = [float("inf")] * len(bodies)
     for _ in range(num_rounds):

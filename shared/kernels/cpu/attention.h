@@ -41,6 +41,8 @@ struct Attention {
 
   int64_t group() const { return num_heads / num_kv_heads; }
 
+  int64_t num_queries(int64_t sequence) const { return query_starts[sequence + 1] - query_starts[sequence]; }
+
   // The first key that the query at `position` sees.
   int64_t first_key(int64_t position) const { return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0; }
 

@@ -8,9 +8,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include <array>
-#include <utility>
-
 #include "ops.h"
 #include "panels.h"
 #include "work.h"
@@ -21,27 +18,6 @@ namespace {
 constexpr int64_t kDepth = 1024;  // inputs per pass: a panel of it is 32 or 64 KiB, an item's rows of x about 240
 constexpr int64_t kGroupsPerItem = 60 / kMaxRows;
 constexpr int64_t kAheadBytes = 2048;  // for what comes from memory
-
-template <typename W>
-using Tiles = void (*)(const float*, const W*, int64_t, int64_t, int64_t, int64_t, bool, float*, int64_t);
-
-template <typename W, int... R>
-constexpr std::array<Tiles<W>, sizeof...(R)> tiles_for(std::integer_sequence<int, R...>) {
-  return {&panel_tiles<R + 1, W>...};
-}
-
-// By the number of rows less one.
-template <typename W>
-constexpr auto kTiles = tiles_for<W>(std::make_integer_sequence<int, kMaxRows>());
-
-// Rows in groups of nearly equal size: a group of one or two would waste most of a pass over the weights.
-struct Groups {
-  int64_t num_rows, count;
-
-  explicit Groups(int64_t rows) : num_rows(rows), count((rows + kMaxRows - 1) / kMaxRows) {}
-  int64_t start(int64_t group) const { return group * num_rows / count; }
-  int64_t size(int64_t group) const { return start(group + 1) - start(group); }
-};
 
 // T is the type of rows, W that of weights.
 template <typename T, typename W>
@@ -77,9 +53,9 @@ struct Product {
       for (int64_t p = begin; p < end; p += at_once) {
         for (int64_t g = first; g < last; ++g) {
           const int64_t row = groups.start(g), rows = groups.size(g);
-          kTiles<W>[rows - 1](
-              wide + row * size + k * rows, panels + p * stride + k * kPanel, stride, at_once, std::min(kDepth, size - k), ahead, k > 0,
-              sums + (row - top) * width + (p - begin) * kPanel, width);
+          kPanelTiles<W>[rows - 1](
+              wide + row * size + k * rows, rows, panels + p * stride + k * kPanel, stride, at_once, std::min(kDepth, size - k),
+              ahead, k > 0, sums + (row - top) * width + (p - begin) * kPanel, width);
         }
       }
     }

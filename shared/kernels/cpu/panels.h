@@ -2,27 +2,21 @@
 //
 //   panel      kPanel outputs' weights for all inputs: [E_in][kPanel], so that one pass reads memory in one run and each weight is
 //              loaded once for all rows of a group. A weight [E_out, E_in] is ceil(E_out / kPanel) panels, the last filled with 0
-//   group      up to kMaxRows rows of x, input by input: [E_in][rows]
+//   group      up to kMaxRows rows of x, input by input
 //
 // A tile keeps a group's sums for one or a few panels in registers. Each sum adds its products in the order of the inputs, whatever
 // the group: a row gets the same bits with any number of others.
 #pragma once
 
-#include <bit>
-#include <cstdint>
+#include <array>
 #include <type_traits>
+#include <utility>
 
+#include "lanes.h"
 #include "scalar.h"
 
 namespace twostroke {
 
-#if defined(CPU_CAPABILITY_AVX512)
-constexpr int64_t kPanelLanes = 16;
-#elif defined(CPU_CAPABILITY_AVX2)
-constexpr int64_t kPanelLanes = 8;
-#else
-constexpr int64_t kPanelLanes = 4;
-#endif
 constexpr int64_t kPanel = 2 * kPanelLanes;
 
 // Sums of a group and two vectors of weights fill the registers: 16 of AVX2, 32 of AVX-512 and NEON.
@@ -34,12 +28,6 @@ constexpr int kMaxRows = 12;
 
 // Few rows take several panels at once: a sum waits for the one before it, so about eight must be under way.
 constexpr int panels_at_once(int rows) { return rows < 4 ? 4 / rows : 1; }
-
-// The compiler's own vectors: on any CPU, and unlike arrays of a class around one, arrays of them stay in registers.
-typedef float Lanes __attribute__((vector_size(4 * kPanelLanes)));
-typedef uint32_t Bits __attribute__((vector_size(4 * kPanelLanes)));
-typedef Lanes LanesAt __attribute__((aligned(4), may_alias));
-typedef Bits BitsAt __attribute__((aligned(2), may_alias));
 
 inline void load_panel(const float* p, Lanes& low, Lanes& high) {
   low = *reinterpret_cast<const LanesAt*>(p);
@@ -59,11 +47,11 @@ constexpr int64_t panel_index(int64_t j) {
   return std::is_same_v<T, float> ? j : j % kPanelLanes * 2 + j / kPanelLanes;
 }
 
-// sums [ROWS, PANELS * kPanel] = the products of x [depth][ROWS] with `depth` inputs of PANELS panels; with `add` they go on.
+// sums [ROWS, PANELS * kPanel] = the products of x [depth, ROWS] with `depth` inputs of PANELS panels; with `add` they go on.
 // Meanwhile the weights that lie `ahead` of those used come nearer: alone, the hardware does not keep enough reads under way.
 template <int ROWS, int PANELS, typename T>
 void panel_tile(
-    const float* x, const T* panels, int64_t panel_stride, int64_t depth, int64_t ahead, bool add, float* sums,
+    const float* x, int64_t x_stride, const T* panels, int64_t panel_stride, int64_t depth, int64_t ahead, bool add, float* sums,
     int64_t sums_stride) {
   Lanes total[ROWS][PANELS][2];
   const auto at = [&](int i, int p, int half) -> LanesAt& {
@@ -84,7 +72,7 @@ void panel_tile(
       load_panel(weights, low, high);
 #pragma GCC unroll 16
       for (int i = 0; i < ROWS; ++i) {
-        const float left = x[k * ROWS + i];
+        const float left = x[k * x_stride + i];
         total[i][p][0] += left * low;
         total[i][p][1] += left * high;
       }
@@ -101,14 +89,35 @@ void panel_tile(
 // The same for any number of panels, as many at once as the registers like.
 template <int ROWS, typename T>
 void panel_tiles(
-    const float* x, const T* panels, int64_t panel_stride, int64_t num_panels, int64_t depth, int64_t ahead, bool add, float* sums,
-    int64_t sums_stride) {
+    const float* x, int64_t x_stride, const T* panels, int64_t panel_stride, int64_t num_panels, int64_t depth, int64_t ahead, bool add,
+    float* sums, int64_t sums_stride) {
   constexpr int at_once = panels_at_once(ROWS);
   int64_t p = 0;
   for (; num_panels - p >= at_once; p += at_once)
-    panel_tile<ROWS, at_once>(x, panels + p * panel_stride, panel_stride, depth, ahead, add, sums + p * kPanel, sums_stride);
+    panel_tile<ROWS, at_once>(x, x_stride, panels + p * panel_stride, panel_stride, depth, ahead, add, sums + p * kPanel, sums_stride);
   for (; p < num_panels; ++p)
-    panel_tile<ROWS, 1>(x, panels + p * panel_stride, panel_stride, depth, ahead, add, sums + p * kPanel, sums_stride);
+    panel_tile<ROWS, 1>(x, x_stride, panels + p * panel_stride, panel_stride, depth, ahead, add, sums + p * kPanel, sums_stride);
 }
+
+template <typename T>
+using PanelTiles = void (*)(const float*, int64_t, const T*, int64_t, int64_t, int64_t, int64_t, bool, float*, int64_t);
+
+template <typename T, int... R>
+constexpr std::array<PanelTiles<T>, sizeof...(R)> panel_tiles_for(std::integer_sequence<int, R...>) {
+  return {&panel_tiles<R + 1, T>...};
+}
+
+// panel_tiles by the number of rows less one.
+template <typename T>
+constexpr auto kPanelTiles = panel_tiles_for<T>(std::make_integer_sequence<int, kMaxRows>());
+
+// Rows in groups of nearly equal size: a group of one or two would waste most of a pass over the weights.
+struct Groups {
+  int64_t num_rows, count;
+
+  explicit Groups(int64_t rows) : num_rows(rows), count((rows + kMaxRows - 1) / kMaxRows) {}
+  int64_t start(int64_t group) const { return group * num_rows / count; }
+  int64_t size(int64_t group) const { return start(group + 1) - start(group); }
+};
 
 }  // namespace twostroke

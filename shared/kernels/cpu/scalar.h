@@ -7,6 +7,9 @@
 
 #include <bit>
 #include <cstdint>
+#include <type_traits>
+
+#include "lanes.h"
 
 namespace twostroke {
 
@@ -46,16 +49,21 @@ inline Float8_e4m3fn narrow<Float8_e4m3fn>(float x) {
   return Float8_e4m3fn(x);
 }
 
-// exp(x) for x <= 0 within 1 ulp; anything below -87 counts as -87, where the result is 1.6e-38.
+template <typename F>
+using BitsOf = std::conditional_t<std::is_same_v<F, float>, uint32_t, Bits>;
+
+// exp(x) for x <= 0 within 1 ulp, of a float or of lanes; anything below -87 counts as -87, where the result is 1.6e-38.
 // x = n ln 2 + r with |r| <= ln 2 / 2 (Cody and Waite's two-part reduction), a polynomial for exp(r), n into the exponent.
 // Adding 1.5 * 2^23 rounds to a whole number and leaves it in the low bits of the mantissa.
-inline float exp_nonpositive(float x) {
+template <typename F>
+inline F exp_nonpositive(F x) {
   constexpr float log2_e = 1.44269504f, ln2_high = 0.693145752f, ln2_low = 1.42860677e-6f, rounder = 12582912.0f;
-  x = x < -87.0f ? -87.0f : x;
-  const float shifted = x * log2_e + rounder;
-  const float n = shifted - rounder;
-  const float r = (x - n * ln2_high) - n * ln2_low;
-  float p = 1.0f / 5040;
+  const F least = F{} - 87.0f;
+  x = x < least ? least : x;
+  const F shifted = x * log2_e + rounder;
+  const F n = shifted - rounder;
+  const F r = (x - n * ln2_high) - n * ln2_low;
+  F p = F{} + 1.0f / 5040;
   p = p * r + 1.0f / 720;
   p = p * r + 1.0f / 120;
   p = p * r + 1.0f / 24;
@@ -63,7 +71,7 @@ inline float exp_nonpositive(float x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  return std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) << 23) + 0x3f800000u) * p;
+  return std::bit_cast<F>((std::bit_cast<BitsOf<F>>(shifted) << 23) + 0x3f800000u) * p;
 }
 
 inline float sigmoid(float x) {
