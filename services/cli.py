@@ -21,7 +21,7 @@ _CONFIG_ERROR, _INTERRUPTED = 2, 130
 
 # Read when torch is imported. An idle engine sleeps: OpenMP's threads spin only for the microseconds between two products of a
 # step. Weights and KV pools in large pages are read faster: products of 32 rows take 0.8 to 0.9 of the time.
-_TORCH_ENVIRON = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "4000", "THP_MEM_ALLOC_ENABLE": "1"}
+_TORCH_ENVIRON = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -24,6 +24,7 @@ from shared.engine.engine import Engine
 from shared.engine.plan import Event
 from shared.engine.runner import ModelRunner, load_runner
 from shared.engine.scheduler import Scheduler
+from shared.engine.threads import compute_on_one_core, in_own_thread
 from shared.errors import InvalidRequest
 from shared.grpc_serving import Server
 from shared.index.registry import Registration
@@ -154,8 +155,9 @@ def run_worker(config: WorkerConfig, role: Role, services: Callable[[Worker], Se
     configure_logging(config.log_level, config.worker_id or role.value)
     keep_large_buffers()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    compute_on_one_core()
     notify_progress(f"loading {config.model_name}")
-    runner = load_runner(config, role)
+    runner = in_own_thread(lambda: load_runner(config, role))
     asyncio.run(_serve(config, role, runner, services))
 
 
