@@ -16,7 +16,6 @@
 
 #include "attention.h"
 #include "panels.h"
-#include "tiles.h"
 #include "work.h"
 
 namespace twostroke {
@@ -58,9 +57,10 @@ struct Tile {
   }
 };
 
-// [rows][columns] to [columns][ld].
-inline void transpose(const float* from, int64_t rows, int64_t columns, float* to, int64_t ld) {
-  at::vec::transpose_mxn<float>(from, columns, to, ld, rows, columns);
+// [rows][columns] to [columns][stride].
+inline void transpose(const float* from, int64_t rows, int64_t columns, float* to, int64_t stride) {
+  for (int64_t c = 0; c < columns; ++c)
+    for (int64_t r = 0; r < rows; ++r) to[c * stride + r] = from[r * columns + c];
 }
 
 template <typename T, typename P>
@@ -109,7 +109,9 @@ class ChunkItem {
 
   void load_queries(int64_t panel) {
     std::fill_n(tile_.widened, kPanel * dim_, 0.0f);
-    for_each_row(panel, [&](int64_t lane, int64_t token, int64_t head) { call_.load_query(token, head, tile_.widened + lane * dim_); });
+    for_each_row(panel, [&](int64_t lane, int64_t token, int64_t head) {
+      call_.load_query(token, head, tile_.widened + lane * dim_);
+    });
     transpose(tile_.widened, kPanel, dim_, tile_.queries + panel * kPanel * dim_, kPanel);
     PanelRows& rows = rows_[panel];
     for (int64_t lane = 0; lane < kPanel; ++lane) {
@@ -167,7 +169,7 @@ class ChunkItem {
   // Turns scores into probabilities relative to each row's largest score so far.
   template <bool MASKED>
   void soften(PanelRows& rows, int64_t first, int64_t count, float* mixed) {
-    for (int64_t half = 0; half < kPanel; half += kPanelLanes) {
+    for (int64_t half = 0; half < kPanel; half += kLanes) {
       const Ints first_key = at(rows.first_key + half) - int32_t(first), last_key = at(rows.last_key + half) - int32_t(first);
       const auto is_seen = [&](int64_t j) { return (first_key <= int32_t(j)) & (last_key >= int32_t(j)); };
       const Lanes before = at(rows.largest + half), nothing = {};

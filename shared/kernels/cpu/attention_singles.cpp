@@ -14,6 +14,7 @@ namespace twostroke {
 namespace {
 
 constexpr int64_t kSplit = 256;
+constexpr int64_t kAheadBytes = 4096;  // what memory delivers in the time of one read, twice
 
 struct Split {
   int64_t sequence, first, last;  // keys first .. last - 1
@@ -24,44 +25,87 @@ template <typename P>
 struct Run {
   int64_t kv_head;
   int64_t index, count;  // keys index .. index + count - 1 of the split
-  const P* here;
-  const P* ahead;       // what comes after it: the next head, or the next block; null after the last one
+  const P* data;
   const float* scales;  // only if kIsScaled<P>
 };
 
-// body(run) for each block of the split and each head. `is_value`: of values instead of keys.
-template <typename T, typename P, typename Body>
-void for_each_run(
-    const Attention<T, P>& call, const Split& split, int64_t kv_head_begin, int64_t kv_head_end, bool is_value, const Body& body) {
-  const int64_t size = call.block_size, offset = is_value ? call.kv.value_offset : 0;
-  const int64_t scale_offset = is_value ? call.scales.value_offset : 0;
-  const int32_t* table = call.block_tables + split.sequence * call.table_stride;
-  int64_t token = split.first % size, next = split.first / size;
-  for (int64_t position = split.first, count; position < split.last; position += count, token = 0) {
-    const int64_t block = table[next++];
-    count = std::min(size - token, split.last - position);
-    const P* next_block = position + count < split.last ? call.kv.at(table[next], kv_head_begin, 0) + offset : nullptr;
-    for (int64_t h = kv_head_begin; h < kv_head_end; ++h) {
-      const P* here = call.kv.at(block, h, token) + offset;
-      Run<P> run{h, position - split.first, count, here, h + 1 < kv_head_end ? here + call.kv.head_stride : next_block, nullptr};
-      if constexpr (kIsScaled<P>) run.scales = call.scales.at(block, h, token) + scale_offset;
-      body(run);
+// The walk over a split's runs: all keys, block by block and head by head, then all values. No divisions on the way: a run takes a
+// few hundred cycles.
+template <typename T, typename P>
+class Runs {
+ public:
+  Runs(const Attention<T, P>& call, const Split& split, int64_t kv_head_begin, int64_t kv_head_end)
+      : call_(call),
+        split_(split),
+        head_begin_(kv_head_begin),
+        head_end_(kv_head_end),
+        first_block_(call.block_tables + split.sequence * call.table_stride + split.first / call.block_size),
+        first_token_(split.first % call.block_size) {
+    rewind();
+  }
+
+  bool in_keys() const { return !is_value_; }
+  bool has_ended() const { return position_ == split_.last; }
+
+  Run<P> run() const {
+    Run<P> run{head_, position_ - split_.first, count(), data(), nullptr};
+    if constexpr (kIsScaled<P>) run.scales = call_.scales.at(*block_, head_, token_) + (is_value_ ? call_.scales.value_offset : 0);
+    return run;
+  }
+
+  const P* data() const { return call_.kv.at(*block_, head_, token_) + (is_value_ ? call_.kv.value_offset : 0); }
+
+  void advance() {
+    if (++head_ < head_end_) return;
+    head_ = head_begin_;
+    position_ += count();
+    ++block_;
+    token_ = 0;
+    if (has_ended() && !is_value_) {
+      is_value_ = true;
+      rewind();
     }
   }
-}
 
-// Calls body(index, keys, count) for each few keys of a run, and meanwhile fetches as many of what comes after it: blocks lie
-// anywhere, and no hardware prefetcher follows a block table. A few at a time, since the queue of outstanding reads is short, and
-// into the second-level cache, whose queue is the longer one.
-template <int64_t FEW, typename P, typename Body>
-void for_each_few(const Run<P>& run, int64_t dim, const Body& body) {
-  constexpr int64_t line = 64 / sizeof(P);
-  for (int64_t j = 0; j < run.count; j += FEW) {
-    if (run.ahead != nullptr)
-      for (int64_t i = j * dim; i < (j + FEW) * dim; i += line) __builtin_prefetch(run.ahead + i, 0, 2);
-    body(run.index + j, run.here + j * dim, std::min(FEW, run.count - j));
+ private:
+  int64_t count() const { return std::min(call_.block_size - token_, split_.last - position_); }
+
+  void rewind() { head_ = head_begin_, position_ = split_.first, block_ = first_block_, token_ = first_token_; }
+
+  const Attention<T, P>& call_;
+  const Split& split_;
+  const int64_t head_begin_, head_end_;
+  const int32_t* const first_block_;
+  const int64_t first_token_;
+  int64_t head_, position_, token_;
+  const int32_t* block_;
+  bool is_value_ = false;
+};
+
+// Two walks: one uses runs, the other goes ahead of it and fetches them. Blocks lie anywhere, and no hardware prefetcher follows a
+// block table.
+template <typename T, typename P>
+class Fetched {
+ public:
+  Fetched(const Runs<T, P>& runs, int64_t run_bytes) : here_(runs), ahead_(runs) {
+    for (int64_t bytes = 0; bytes < kAheadBytes && !ahead_.has_ended(); bytes += run_bytes) ahead_.advance();
   }
-}
+
+  bool in_keys() const { return here_.in_keys(); }
+  bool has_ended() const { return here_.has_ended(); }
+  Run<P> run() const { return here_.run(); }
+
+  // What to fetch while this run is used; after the last run, itself.
+  const P* ahead() const { return ahead_.has_ended() ? here_.data() : ahead_.data(); }
+
+  void advance() {
+    here_.advance();
+    if (!ahead_.has_ended()) ahead_.advance();
+  }
+
+ private:
+  Runs<T, P> here_, ahead_;
+};
 
 // scores [rows, kSplit]: multiplies the columns of a run by its scales.
 template <typename P>
@@ -74,55 +118,66 @@ void fold_scales(const Run<P>& run, float* scores, int64_t num_rows) {
     }
 }
 
-// partial [Hq, D + 2]: the unnormalized output, the largest score, the sum of exponentials.
+// partial [Hq, padded D + 2]: the unnormalized output in slots of P, the largest score, the sum of exponentials.
 template <typename T, typename P>
 void attend_split(const Attention<T, P>& call, const Split& split, int64_t kv_head_begin, int64_t kv_head_end, float* partial) {
-  const int64_t group = call.group(), dim = call.head_dim, size = dim + 2;
+  const int64_t group = call.group(), dim = call.head_dim, width = padded_to_pairs(dim), size = width + 2;
   const int64_t head_begin = kv_head_begin * group, num_rows = (kv_head_end - kv_head_begin) * group;
   static thread_local Scratch scratch;
-  float* queries = scratch.at_least(num_rows * (dim + kSplit));
-  float* scores = queries + num_rows * dim;
-  for (int64_t r = 0; r < num_rows; ++r) call.load_query(split.sequence, head_begin + r, queries + r * dim);
-  for_each_run(call, split, kv_head_begin, kv_head_end, false, [&](const Run<P>& run) {
+  float* queries = scratch.at_least(num_rows * (width + kSplit) + dim);
+  float* scores = queries + num_rows * width;
+  float* query = scores + num_rows * kSplit;
+  for (int64_t r = 0; r < num_rows; ++r) {
+    call.load_query(split.sequence, head_begin + r, query);
+    to_slots<P>(query, dim, queries + r * width);
+  }
+  Fetched<T, P> runs({call, split, kv_head_begin, kv_head_end}, call.block_size * dim * sizeof(P));
+  while (runs.in_keys()) {
+    const Run<P> run = runs.run();
     const int64_t r = (run.kv_head - kv_head_begin) * group;
-    for_each_few<4>(run, dim, [&](int64_t index, const P* keys, int64_t few) {
-      dot_rows(queries + r * dim, group, dim, keys, few, dim, dim, scores + r * kSplit + index, kSplit);
-    });
+    dot_rows(
+        queries + r * width, group, width, run.data, run.count, dim, dim, runs.ahead(), scores + r * kSplit + run.index, kSplit);
     fold_scales(run, scores + r * kSplit, group);
-  });
+    runs.advance();
+  }
   for (int64_t r = 0; r < num_rows; ++r) {
     const int64_t count = split.last - split.first;
     float *row = scores + r * kSplit, *mixed = partial + (head_begin + r) * size;
     call.cap(row, count);
-    std::fill_n(mixed, dim, 0.0f);
-    mixed[dim] = max_of(row, count);
-    mixed[dim + 1] = exp_all(row, count, mixed[dim]);
+    std::fill_n(mixed, width, 0.0f);
+    mixed[width] = max_of(row, count);
+    mixed[width + 1] = exp_all(row, count, mixed[width]);
   }
-  for_each_run(call, split, kv_head_begin, kv_head_end, true, [&](const Run<P>& run) {
+  while (!runs.has_ended()) {
+    const Run<P> run = runs.run();
     const int64_t r = (run.kv_head - kv_head_begin) * group;
     fold_scales(run, scores + r * kSplit, group);
-    for_each_few<8>(run, dim, [&](int64_t index, const P* values, int64_t few) {
-      add_products(scores + r * kSplit + index, group, kSplit, few, values, dim, dim, partial + (head_begin + r) * size, size);
-    });
-  });
+    add_products(
+        scores + r * kSplit + run.index, group, kSplit, run.count, run.data, dim, dim, runs.ahead(),
+        partial + (head_begin + r) * size, size);
+    runs.advance();
+  }
 }
 
-// partials [num_splits, Hq, D + 2]; the result replaces the first of them.
+// partials [num_splits, Hq, padded D + 2]; the result replaces the first of them.
 template <typename T, typename P>
 void merge(const Attention<T, P>& call, int64_t sequence, int64_t head, float* partials, int64_t num_splits) {
-  const int64_t dim = call.head_dim, size = dim + 2, stride = call.num_heads * size;
+  const int64_t width = padded_to_pairs(call.head_dim), size = width + 2, stride = call.num_heads * size;
   float* total = partials + head * size;
-  float largest = total[dim];
-  for (int64_t i = 1; i < num_splits; ++i) largest = std::max(largest, total[i * stride + dim]);
+  float largest = total[width];
+  for (int64_t i = 1; i < num_splits; ++i) largest = std::max(largest, total[i * stride + width]);
   float sum = 0.0f;
   for (int64_t i = 0; i < num_splits; ++i) {
     const float* part = total + i * stride;
-    const float factor = exp_nonpositive(part[dim] - largest);
-    sum += factor * part[dim + 1];
+    const float factor = exp_nonpositive(part[width] - largest);
+    sum += factor * part[width + 1];
 #pragma omp simd
-    for (int64_t d = 0; d < dim; ++d) total[d] = (i == 0 ? 0.0f : total[d]) + factor * part[d];
+    for (int64_t d = 0; d < width; ++d) total[d] = (i == 0 ? 0.0f : total[d]) + factor * part[d];
   }
-  call.store_output(sequence, head, total, 1.0f / sum);
+  static thread_local Scratch scratch;
+  float* output = scratch.at_least(call.head_dim);
+  from_slots<P>(total, call.head_dim, output);
+  call.store_output(sequence, head, output, 1.0f / sum);
 }
 
 }  // namespace
@@ -142,7 +197,7 @@ void attend_singles(const Attention<T, P>& call) {
     first_split.push_back(splits.size());
   }
   static thread_local Scratch scratch;
-  const int64_t partial_size = call.num_heads * (call.head_dim + 2);
+  const int64_t partial_size = call.num_heads * (padded_to_pairs(call.head_dim) + 2);
   float* partials = scratch.at_least(splits.size() * partial_size);
   const std::vector<Split>& work = splits;  // thread_local names mean other objects inside the threads' bodies
   const std::vector<int64_t>& starts = first_split;

@@ -1,7 +1,7 @@
 // dot_rows for bfloat16 on both sides, with AVX512_BF16's instruction: 32 products of pairs at a time, summed in float32.
 #pragma once
 
-#include "tiles.h"
+#include "loads.h"
 
 namespace twostroke {
 
@@ -36,7 +36,7 @@ inline void dot_tile_bf16(const BFloat16* x, const BFloat16* w, int64_t size, fl
   for (int64_t e = 0; e < whole; e += lanes) step([&](const BFloat16* p) { return load_pairs(p + e); });
   if (whole < size) step([&](const BFloat16* p) { return load_first_pairs(p + whole, size - whole); });
   for (int i = 0; i < ROWS; ++i) {
-    const Vec row[4] = {sums[i][0], sums[i][1 % COLS], sums[i][2 % COLS], sums[i][3 % COLS]};
+    const Lanes row[4] = {(Lanes)sums[i][0], (Lanes)sums[i][1 % COLS], (Lanes)sums[i][2 % COLS], (Lanes)sums[i][3 % COLS]};
     if constexpr (COLS == 4) {
       sum_lanes4(row, out + i * out_stride);
     } else {

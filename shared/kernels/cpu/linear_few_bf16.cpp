@@ -17,7 +17,8 @@ void multiply(
   if constexpr (kHasDotBf16) {
     dot_rows_bf16(x, rows, weight + begin * size, end - begin, size, sums + begin, num_outputs);
   } else {
-    dot_rows(wide_x, rows, size, weight + begin * size, end - begin, size, size, sums + begin, num_outputs);
+    const BFloat16* weights = weight + begin * size;
+    dot_rows(wide_x, rows, padded_to_pairs(size), weights, end - begin, size, size, weights, sums + begin, num_outputs);
   }
 }
 
@@ -36,9 +37,12 @@ Tensor linear_few_bf16(const Tensor& x, const Tensor& weight, const std::optiona
   float* wide_x = nullptr;
   float* sums = sum_scratch.at_least(rows * num_outputs);
   if constexpr (!kHasDotBf16) {
-    wide_x = x_scratch.at_least(rows * size);
-#pragma omp simd
-    for (int64_t i = 0; i < rows * size; ++i) wide_x[i] = widen(from[i]);
+    wide_x = x_scratch.at_least((rows + 1) * padded_to_pairs(size));
+    float* row = wide_x + rows * padded_to_pairs(size);
+    for (int64_t r = 0; r < rows; ++r) {
+      widen_run(from + r * size, size, 1.0f, row);
+      to_slots<BFloat16>(row, size, wide_x + r * padded_to_pairs(size));
+    }
   }
   at::parallel_for(0, num_outputs, std::max<int64_t>(4, kWeightsPerThread / size), [&](int64_t begin, int64_t end) {
     multiply(from, wide_x, weights, rows, size, begin, end, sums, num_outputs);

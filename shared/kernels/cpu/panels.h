@@ -2,6 +2,7 @@
 //
 //   panel      kPanel outputs' weights for all inputs: [E_in][kPanel], so that one pass reads memory in one run and each weight is
 //              loaded once for all rows of a group. A weight [E_out, E_in] is ceil(E_out / kPanel) panels, the last filled with 0
+//              (bfloat16 so that it is loaded in order: output j of a panel lies at pair_index(j), see loads.h)
 //   group      up to kMaxRows rows of x, input by input
 //
 // A tile keeps a group's sums for one or a few panels in registers. Each sum adds its products in the order of the inputs, whatever
@@ -9,15 +10,13 @@
 #pragma once
 
 #include <array>
-#include <type_traits>
 #include <utility>
 
-#include "lanes.h"
-#include "scalar.h"
+#include "loads.h"
 
 namespace twostroke {
 
-constexpr int64_t kPanel = 2 * kPanelLanes;
+constexpr int64_t kPanel = kPair;
 
 // Sums of a group and two vectors of weights fill the registers: 16 of AVX2, 32 of AVX-512 and NEON.
 #if defined(CPU_CAPABILITY_AVX2)
@@ -29,24 +28,6 @@ constexpr int kMaxRows = 12;
 // Few rows take several panels at once: a sum waits for the one before it, so about eight must be under way.
 constexpr int panels_at_once(int rows) { return rows < 4 ? 4 / rows : 1; }
 
-inline void load_panel(const float* p, Lanes& low, Lanes& high) {
-  low = *reinterpret_cast<const LanesAt*>(p);
-  high = *reinterpret_cast<const LanesAt*>(p + kPanelLanes);
-}
-
-// bfloat16 lies in pairs (output j, output j + kPanelLanes): one load, and both halves widen in place.
-inline void load_panel(const BFloat16* p, Lanes& low, Lanes& high) {
-  const Bits pairs = *reinterpret_cast<const BitsAt*>(p);
-  low = std::bit_cast<Lanes>(pairs << 16);
-  high = std::bit_cast<Lanes>(pairs & 0xffff0000u);
-}
-
-// Where output j of a panel lies among the kPanel weights of one input.
-template <typename T>
-constexpr int64_t panel_index(int64_t j) {
-  return std::is_same_v<T, float> ? j : j % kPanelLanes * 2 + j / kPanelLanes;
-}
-
 // sums [ROWS, PANELS * kPanel] = the products of x [depth, ROWS] with `depth` inputs of PANELS panels; with `add` they go on.
 // Meanwhile the weights that lie `ahead` of those used come nearer: alone, the hardware does not keep enough reads under way.
 template <int ROWS, int PANELS, typename T>
@@ -55,7 +36,7 @@ void panel_tile(
     int64_t sums_stride) {
   Lanes total[ROWS][PANELS][2];
   const auto at = [&](int i, int p, int half) -> LanesAt& {
-    return *reinterpret_cast<LanesAt*>(sums + i * sums_stride + p * kPanel + half * kPanelLanes);
+    return *reinterpret_cast<LanesAt*>(sums + i * sums_stride + p * kPanel + half * kLanes);
   };
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i)
@@ -68,8 +49,7 @@ void panel_tile(
     for (int p = 0; p < PANELS; ++p) {
       const T* weights = panels + p * panel_stride + k * kPanel;
       __builtin_prefetch(weights + ahead, 0, 2);
-      Lanes low, high;
-      load_panel(weights, low, high);
+      const Lanes low = load_half<0>(weights), high = load_half<1>(weights);
 #pragma GCC unroll 16
       for (int i = 0; i < ROWS; ++i) {
         const float left = x[k * x_stride + i];
@@ -89,12 +69,13 @@ void panel_tile(
 // The same for any number of panels, as many at once as the registers like.
 template <int ROWS, typename T>
 void panel_tiles(
-    const float* x, int64_t x_stride, const T* panels, int64_t panel_stride, int64_t num_panels, int64_t depth, int64_t ahead, bool add,
-    float* sums, int64_t sums_stride) {
+    const float* x, int64_t x_stride, const T* panels, int64_t panel_stride, int64_t num_panels, int64_t depth, int64_t ahead,
+    bool add, float* sums, int64_t sums_stride) {
   constexpr int at_once = panels_at_once(ROWS);
   int64_t p = 0;
   for (; num_panels - p >= at_once; p += at_once)
-    panel_tile<ROWS, at_once>(x, x_stride, panels + p * panel_stride, panel_stride, depth, ahead, add, sums + p * kPanel, sums_stride);
+    panel_tile<ROWS, at_once>(
+        x, x_stride, panels + p * panel_stride, panel_stride, depth, ahead, add, sums + p * kPanel, sums_stride);
   for (; p < num_panels; ++p)
     panel_tile<ROWS, 1>(x, x_stride, panels + p * panel_stride, panel_stride, depth, ahead, add, sums + p * kPanel, sums_stride);
 }
