@@ -14,6 +14,7 @@ namespace twostroke {
 namespace {
 
 constexpr int64_t kSplit = 256;
+constexpr int64_t kValueBytes = 2048;
 constexpr int64_t kAheadBytes = 4096;  // what memory delivers in the time of one read, twice
 
 struct Split {
@@ -148,13 +149,16 @@ void attend_split(const Attention<T, P>& call, const Split& split, int64_t kv_he
     mixed[width] = max_of(row, count);
     mixed[width + 1] = exp_all(row, count, mixed[width]);
   }
+  // A value is read in several passes over few columns: all of them while it is near.
+  const int64_t values_at_once = std::max<int64_t>(1, kValueBytes / (dim * sizeof(P)));
   while (!runs.has_ended()) {
     const Run<P> run = runs.run();
     const int64_t r = (run.kv_head - kv_head_begin) * group;
     fold_scales(run, scores + r * kSplit, group);
-    add_products(
-        scores + r * kSplit + run.index, group, kSplit, run.count, run.data, dim, dim, runs.ahead(),
-        partial + (head_begin + r) * size, size);
+    for (int64_t j = 0; j < run.count; j += values_at_once)
+      add_products(
+          scores + r * kSplit + run.index + j, group, kSplit, std::min(values_at_once, run.count - j), run.data + j * dim, dim, dim,
+          runs.ahead() + j * dim, partial + (head_begin + r) * size, size);
     runs.advance();
   }
 }
