@@ -103,7 +103,10 @@ def test_a_key_or_value_that_is_not_finite_shows_in_the_results_of_its_sequence_
 
 def test_large_scores_neither_overflow_nor_vanish() -> None:
     case = paged([(1, 300), (40, 300)], Shape(2, 1, 64), seed=3)
-    compare(dataclasses.replace(case, q=case.q * 40))
+    case = dataclasses.replace(case, q=case.q * 40)
+    out = cpu_kernels().attention(case.q, case.kv_layer, case.batch, 0.125)
+    # Scores are hundreds, and so are their rounding errors.
+    assert_near(out, REFERENCE.attention(case.q, case.kv_layer, case.batch, 0.125), scale=10)
 
 
 def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch_and_in_any_chunking() -> None:
