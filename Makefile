@@ -20,8 +20,7 @@ setup: $(VENV)/.installed  ## what `up` needs: virtual environment, default mode
 model: $(VENV)/.installed
 	@$(BIN)/python -m shared.models.fetch > /dev/null
 
-kernels: $(VENV)/.installed
-	@$(BIN)/python -m shared.kernels
+kernels: $(VENV)/.kernels
 
 test: setup $(VENV)/.installed-dev  ## run all tests
 	@$(BIN)/python -m pytest $(ARGS)
@@ -54,6 +53,11 @@ clean:  ## remove the virtual environment and all caches in this folder; the mod
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A file in the environment marks each finished step; a step runs again when what it depends on is newer.
+
+# Only spares loading torch to find them built: a worker whose kernels are not in the cache folder builds them.
+$(VENV)/.kernels: $(VENV)/.installed $(wildcard $(addprefix shared/kernels/cpu/,*.cpp *.h *.py))
+	@$(BIN)/python -m shared.kernels
+	@touch $@
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
