@@ -21,8 +21,9 @@
 namespace twostroke {
 namespace {
 
-constexpr int64_t kRows = 192;
-constexpr int64_t kKeys = 96;
+constexpr int64_t kRows = 192;  // loading keys is then a fiftieth of the work
+constexpr int64_t kKeys = 96;   // of heads of 64, keys or values and a panel of scores fit into the first-level cache
+static_assert(kRows % kPanel == 0 && kKeys % kPanel == 0);
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 
 // Row r of a sequence is head r % G of its query r / G.
@@ -36,7 +37,7 @@ struct PanelRows {
   float largest[kPanel], sum[kPanel];
 };
 
-// A thread's working set, about 200 KB at D = 64.
+// A thread's working set, about 160 KB at D = 64.
 struct Tile {
   float* queries;  // panels [D][kPanel]
   float* mixed;    // panels [D][kPanel]

@@ -14,7 +14,7 @@ namespace twostroke {
 namespace {
 
 constexpr int64_t kSplit = 256;
-constexpr int64_t kValueBytes = 2048;
+constexpr int64_t kValueBytes = 2048;  // values go through several passes over few columns each: as many as stay near
 constexpr int64_t kAheadBytes = 4096;  // what memory delivers in the time of one read, twice
 
 struct Split {
@@ -149,7 +149,6 @@ void attend_split(const Attention<T, P>& call, const Split& split, int64_t kv_he
     mixed[width] = max_of(row, count);
     mixed[width + 1] = exp_all(row, count, mixed[width]);
   }
-  // A value is read in several passes over few columns: all of them while it is near.
   const int64_t values_at_once = std::max<int64_t>(1, kValueBytes / (dim * sizeof(P)));
   while (!runs.has_ended()) {
     const Run<P> run = runs.run();
