@@ -19,8 +19,8 @@ _COMMANDS = {
 }
 _CONFIG_ERROR, _INTERRUPTED = 2, 130
 
-# Read when torch is imported. An idle engine sleeps: OpenMP's threads spin only for the microseconds between two products of a
-# step. Weights and KV pools in large pages are read faster: products of 32 rows take 0.8 to 0.9 of the time.
+# Read when torch is imported. An idle engine sleeps: OpenMP's threads spin no longer than from one product of a step to
+# the next. Weights and KV pools in large pages are read faster: products of 32 rows take 0.8 to 0.9 of the time.
 _TORCH_ENVIRON = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "THP_MEM_ALLOC_ENABLE": "1"}
 
 

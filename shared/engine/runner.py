@@ -102,7 +102,7 @@ class ModelRunner:
 def load_runner(config: WorkerConfig, role: Role) -> ModelRunner:
     """Raises ConfigError if the model, the machine and the options do not go together."""
     device = _choose_device(config.device)
-    if device.type == "cpu":
+    if device.type == "cpu":  # for this thread, and for those that compute for the first time after it: the engine's
         torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
     files = locate(config.model, config.revision)
     model_config = read_config(files.folder, files.gguf_file)

@@ -34,7 +34,7 @@ def in_own_thread(function: Callable[[], R]) -> R:
         except BaseException as error:
             future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="loader", daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         return future.result()

@@ -81,25 +81,6 @@ struct Attention {
   }
 };
 
-inline float max_of(const float* x, int64_t count) {
-  float largest = x[0];
-#pragma omp simd reduction(max : largest)
-  for (int64_t i = 0; i < count; ++i) largest = x[i] > largest ? x[i] : largest;
-  return largest;
-}
-
-// x[i] = exp(x[i] - largest); returns their sum.
-inline float exp_all(float* x, int64_t count, float largest) {
-  float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < count; ++i) {
-    const float e = exp_nonpositive(x[i] - largest);
-    x[i] = e;
-    sum += e;
-  }
-  return sum;
-}
-
 template <typename T, typename P>
 void attend_singles(const Attention<T, P>& call);
 

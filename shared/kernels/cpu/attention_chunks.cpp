@@ -151,19 +151,22 @@ class ChunkItem {
     const int64_t top = panel * kPanel, bottom = top + kPanel - 1;
     const int64_t count = std::min(position_of(bottom) + 1 - first, kKeys);  // the others come after all rows of the panel
     if (count <= 0 || first + kKeys <= call_.first_key(position_of(top))) return;
-    const float* queries = tile_.queries + top * dim_;
-    const Groups keys(count), dims(dim_);
-    for (int64_t g = 0; g < keys.count; ++g) {
-      const int64_t j = keys.start(g);
-      kPanelTiles<float>[keys.size(g) - 1](tile_.keys + j, kKeys, queries, 0, 1, dim_, 0, false, tile_.scores + j * kPanel, kPanel);
-    }
+    multiply(count, tile_.keys, kKeys, tile_.queries + top * dim_, dim_, false, tile_.scores);
     call_.cap(tile_.scores, count * kPanel);
     const bool all_see_all = position_of(top) >= first + count - 1 && call_.first_key(position_of(bottom)) <= first;
     float* mixed = tile_.mixed + top * dim_;
     all_see_all ? soften<false>(rows_[panel], first, count, mixed) : soften<true>(rows_[panel], first, count, mixed);
-    for (int64_t g = 0; g < dims.count; ++g) {
-      const int64_t d = dims.start(g);
-      kPanelTiles<float>[dims.size(g) - 1](tile_.values + d, dim_, tile_.scores, 0, 1, count, 0, true, mixed + d * kPanel, kPanel);
+    multiply(dim_, tile_.values, dim_, tile_.scores, count, true, mixed);
+  }
+
+  // sums [rows, kPanel] = the products of left [depth, rows] with panel [depth][kPanel]; with `add` they go on.
+  static void multiply(
+      int64_t rows, const float* left, int64_t left_stride, const float* panel, int64_t depth, bool add, float* sums) {
+    const Groups groups(rows, kMaxRows);
+    for (int64_t g = 0; g < groups.count; ++g) {
+      const int64_t first = groups.start(g);
+      kPanelTiles<float>[groups.size(g) - 1](
+          left + first, left_stride, panel, 0, 1, depth, 0, add, sums + first * kPanel, kPanel);
     }
   }
 

@@ -119,6 +119,25 @@ void fold_scales(const Run<P>& run, float* scores, int64_t num_rows) {
     }
 }
 
+float max_of(const float* x, int64_t count) {
+  float largest = x[0];
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < count; ++i) largest = x[i] > largest ? x[i] : largest;
+  return largest;
+}
+
+// x[i] = exp(x[i] - largest); returns their sum.
+float exp_all(float* x, int64_t count, float largest) {
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < count; ++i) {
+    const float e = exp_nonpositive(x[i] - largest);
+    x[i] = e;
+    sum += e;
+  }
+  return sum;
+}
+
 // partial [Hq, padded D + 2]: the unnormalized output in slots of P, the largest score, the sum of exponentials.
 template <typename T, typename P>
 void attend_split(const Attention<T, P>& call, const Split& split, int64_t kv_head_begin, int64_t kv_head_end, float* partial) {

@@ -113,7 +113,7 @@ Tensor linear(const Tensor& x, const Tensor& panels, int64_t num_outputs, const 
   TORCH_CHECK(x.size(1) == panels.size(1) && num_outputs <= panels.size(0) * kPanel, "x and panels must fit together");
   Tensor out = at::empty({x.size(0), num_outputs}, x.options());
   if (x.size(0) == 0) return out;
-  const Groups groups(x.size(0));
+  const Groups groups(x.size(0), kMaxRows);
   dispatch(x, [&](auto x_zero) {
     dispatch(panels, [&](auto panels_zero) {
       using T = decltype(x_zero);

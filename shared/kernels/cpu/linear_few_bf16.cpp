@@ -37,11 +37,12 @@ Tensor linear_few_bf16(const Tensor& x, const Tensor& weight, const std::optiona
   float* wide_x = nullptr;
   float* sums = sum_scratch.at_least(rows * num_outputs);
   if constexpr (!kHasDotBf16) {
-    wide_x = x_scratch.at_least((rows + 1) * padded_to_pairs(size));
-    float* row = wide_x + rows * padded_to_pairs(size);
+    const int64_t width = padded_to_pairs(size);
+    wide_x = x_scratch.at_least((rows + 1) * width);
+    float* row = wide_x + rows * width;
     for (int64_t r = 0; r < rows; ++r) {
       widen_run(from + r * size, size, 1.0f, row);
-      to_slots<BFloat16>(row, size, wide_x + r * padded_to_pairs(size));
+      to_slots<BFloat16>(row, size, wide_x + r * width);
     }
   }
   at::parallel_for(0, num_outputs, std::max<int64_t>(4, kWeightsPerThread / size), [&](int64_t begin, int64_t end) {

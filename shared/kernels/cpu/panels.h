@@ -12,6 +12,7 @@
 #include <array>
 #include <utility>
 
+#include "groups.h"
 #include "loads.h"
 
 namespace twostroke {
@@ -35,15 +36,15 @@ void panel_tile(
     const float* x, int64_t x_stride, const T* panels, int64_t panel_stride, int64_t depth, int64_t ahead, bool add, float* sums,
     int64_t sums_stride) {
   Lanes total[ROWS][PANELS][2];
-  const auto at = [&](int i, int p, int half) -> LanesAt& {
-    return *reinterpret_cast<LanesAt*>(sums + i * sums_stride + p * kPanel + half * kLanes);
+  const auto sum_at = [&](int i, int p, int half) -> LanesAt& {
+    return at(sums + i * sums_stride + p * kPanel + half * kLanes);
   };
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 4
     for (int p = 0; p < PANELS; ++p)
 #pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) total[i][p][half] = add ? at(i, p, half) : Lanes{};
+      for (int half = 0; half < 2; ++half) total[i][p][half] = add ? sum_at(i, p, half) : Lanes{};
   for (int64_t k = 0; k < depth; ++k) {
 #pragma GCC unroll 4
     for (int p = 0; p < PANELS; ++p) {
@@ -63,7 +64,7 @@ void panel_tile(
 #pragma GCC unroll 4
     for (int p = 0; p < PANELS; ++p)
 #pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) at(i, p, half) = total[i][p][half];
+      for (int half = 0; half < 2; ++half) sum_at(i, p, half) = total[i][p][half];
 }
 
 // The same for any number of panels, as many at once as the registers like.
@@ -91,14 +92,5 @@ constexpr std::array<PanelTiles<T>, sizeof...(R)> panel_tiles_for(std::integer_s
 // panel_tiles by the number of rows less one.
 template <typename T>
 constexpr auto kPanelTiles = panel_tiles_for<T>(std::make_integer_sequence<int, kMaxRows>());
-
-// Rows in groups of nearly equal size: a group of one or two would waste most of a pass over the weights.
-struct Groups {
-  int64_t num_rows, count;
-
-  explicit Groups(int64_t rows) : num_rows(rows), count((rows + kMaxRows - 1) / kMaxRows) {}
-  int64_t start(int64_t group) const { return group * num_rows / count; }
-  int64_t size(int64_t group) const { return start(group + 1) - start(group); }
-};
 
 }  // namespace twostroke

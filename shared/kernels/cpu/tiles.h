@@ -9,6 +9,7 @@
 
 #include <type_traits>
 
+#include "groups.h"
 #include "loads.h"
 
 namespace twostroke {
@@ -121,13 +122,13 @@ inline void product_some_rows(
   }
 }
 
-// body(rows as a constant, first row) for rows in groups of nearly equal size.
+// body(rows as a constant, first row) for each group of rows.
 template <typename Body>
 inline void for_each_tile_row(int64_t rows, const Body& body) {
-  const int64_t count = (rows + kTileRows - 1) / kTileRows;
-  for (int64_t g = 0; g < count; ++g) {
-    const int64_t first = g * rows / count;
-    switch ((g + 1) * rows / count - first) {
+  const Groups groups(rows, kTileRows);
+  for (int64_t g = 0; g < groups.count; ++g) {
+    const int64_t first = groups.start(g);
+    switch (groups.size(g)) {
       case 1: body(std::integral_constant<int, 1>(), first); break;
       case 2: body(std::integral_constant<int, 2>(), first); break;
       case 3: body(std::integral_constant<int, 3>(), first); break;
