@@ -199,8 +199,10 @@ class Sender:
             await self._raise_status()
 
     async def _raise_status(self) -> NoReturn:
-        try:
-            await self._call
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        raise Internal("the receiver ended the transfer before its commit")
+        # Not by awaiting the call: a chunk's task does this too, and if it is cancelled meanwhile, that would cancel the response
+        # for everybody, and the status with it.
+        code = await self._call.code()
+        if code is grpc.StatusCode.OK:
+            raise Internal("the receiver ended the transfer before its commit")
+        trailing = await self._call.trailing_metadata()
+        raise from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, await self._call.details()))

@@ -279,6 +279,22 @@ class TestPair:
                 await both.sender(1).open(7)
             both.receiver.forget(b"t" * 16)
 
+    async def test_receiver_that_is_gone_is_told_to_all_who_wait_even_if_one_is_cancelled(self, transport: str) -> None:
+        async with pair(transport) as both:
+            both.expect(100)
+            sender = both.sender()
+            await sender.open(7)
+            waiting = asyncio.create_task(sender._raise_status())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            await both.receiver.hosts.close()
+            await both.worker._server.stop(0)
+            with pytest.raises(TwostrokeError):
+                await sender._raise_status()
+            await sender.abort("test")
+            both.receiver.forget(b"t" * 16)
+
     @pytest.mark.parametrize("split", [(1, 3), (3, 1), (2, 1, 1), (4,)])
     @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
     async def test_heads_of_an_unequally_split_sender_are_put_together(
