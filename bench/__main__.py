@@ -18,7 +18,7 @@ from bench.config import BenchConfig
 from bench.progress import Progress
 from bench.report import Report, write_json
 from bench.session import ServerFailed, bench
-from shared.config import exit_on_config_error, parse_config
+from shared.options.config import exit_on_config_error, parse_config
 
 # In the environment of a server it names a folder; here it would be a name.
 _NOT_OURS = "TWOSTROKE_MODEL"

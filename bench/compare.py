@@ -28,10 +28,10 @@ from bench.progress import Progress
 from bench.report import write_json
 from bench.session import ServerFailed, measure, served_model
 from bench.text import documentation, tokenize_with
-from shared.cache_dir import cache_dir
-from shared.config import exit_on_config_error, parse_config
-from shared.errors import ConfigError
+from shared.base.cache_dir import cache_dir
+from shared.base.errors import ConfigError
 from shared.models.fetch import fetch_default_model
+from shared.options.config import exit_on_config_error, parse_config
 
 _REPORTS = Path(__file__).parent / "reports"
 _START_TIMEOUT_S = 1200.0  # an engine may compile kernels, or its model, first

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.config import WorkConfig
-from shared.config import option
+from shared.options.config import option
 
 OURS = ("twostroke-colocated", "twostroke-disaggregated")
 PEERS = ("vllm", "openvino", "llama.cpp", "transformers")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from shared.config import option
+from shared.options.config import option
 
 SCALING_STREAMS = (1, 8, 32)
 DEFAULT_WORKLOADS = ("single", "mixed", "poisson", "prefix", "pause")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.compare_config import CompareConfig
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 _MAX_MODEL_LEN, _MAX_NUM_SEQS, _KV_CACHE_GIB = 8192, 32, 4

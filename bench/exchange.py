@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httptools
 import orjson
 
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 
 _HTTP_OK = 200
 _MAX_ERROR_CHARS = 200

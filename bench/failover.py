@@ -29,8 +29,8 @@ from bench.report import align, write_json
 from bench.stack import model_folder, running_stack
 from bench.text import PromptSource, documentation, tokenize_with
 from bench.workers import WorkerLost, workers_of_stack
-from shared.config import exit_on_config_error, option, parse_config
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
+from shared.options.config import exit_on_config_error, option, parse_config
 
 PROG = "python -m bench.failover"
 NUM_WORKERS_EACH = 2

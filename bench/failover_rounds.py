@@ -19,7 +19,7 @@ from itertools import count
 from bench.stack import Stack
 from bench.token_stream import Difference, StreamEnded, TokenStream, compare
 from bench.workers import Workers
-from shared.worker_info import Role
+from shared.base.worker_info import Role
 
 _SETTLING_TOKENS = 8  # of every stream, before a worker is killed
 REQUEST_TIMEOUT_S = 120.0

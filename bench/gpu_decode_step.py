@@ -9,6 +9,8 @@ from torch import Tensor
 
 from bench.gpu_kernels import Rows, fits
 from bench.gpu_timing import replay_seconds
+from shared.base.request import Request, SamplingParams
+from shared.base.worker_info import KvGeometry
 from shared.engine.decode_graphs import CudaCapture, DecodeGraphs
 from shared.engine.kv_pool import KvPool
 from shared.engine.plan import Plan, ScheduledSequence
@@ -18,8 +20,6 @@ from shared.kernels.triton import TritonKernels
 from shared.models.config import ModelConfig, from_transformers
 from shared.models.decoder import Decoder, Layer, Linear, Weights
 from shared.models.rope import cos_sin_table
-from shared.request import Request, SamplingParams
-from shared.worker_info import KvGeometry
 
 DTYPE = torch.bfloat16
 BLOCK_SIZE = 16

@@ -16,6 +16,7 @@ import torch
 
 from bench.gpu_decode_step import BLOCK_SIZE, DTYPE, MAX_MODEL_LEN, kv_pool, llama_3_8b, random_decoder, step_seconds
 from bench.gpu_kernels import Rows, fits
+from shared.base.request import Output, Request, SamplingParams
 from shared.engine.blocks import BlockManager
 from shared.engine.decode_graphs import CudaCapture, DecodeGraphs
 from shared.engine.engine import Engine
@@ -23,7 +24,6 @@ from shared.engine.plan import Event, Pending, Plan
 from shared.engine.runner import ModelRunner
 from shared.engine.scheduler import Scheduler
 from shared.models.decoder import Decoder
-from shared.request import Output, Request, SamplingParams
 
 BATCH_SIZES = (1, 64, 256)
 PROMPT_LEN, NUM_OUTPUT_TOKENS = 512, 128

@@ -33,7 +33,7 @@ from bench.progress import Progress
 from bench.report import align, write_json
 from bench.stack import Metrics, Stack, model_folder, running_stack
 from bench.text import PromptSource, documentation, tokenize_with
-from shared.config import exit_on_config_error, option, parse_config
+from shared.options.config import exit_on_config_error, option, parse_config
 
 PROG = "python -m bench.handoff"
 COLOCATED = "colocated"

@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 
 from bench.measures import COMMON, ELAPSED, Measure, Result
-from shared.errors import ConfigError
-from shared.version import VERSION
+from shared.base.errors import ConfigError
+from shared.base.version import VERSION
 
 _MISSING = "-"
 _US_PER_S = 1e6

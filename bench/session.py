@@ -18,7 +18,7 @@ from bench.progress import Progress
 from bench.report import ClientCost, Report
 from bench.text import PromptSource, documentation, tokenize_at, tokenize_with
 from bench.workloads import Workload, make_workloads, warm_up
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 
 
 class ServerFailed(Exception):

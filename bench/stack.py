@@ -19,8 +19,8 @@ from bench.client import fetch_json
 from bench.engine_process import running
 from bench.engines import ROOT, Engine
 from bench.exchange import Endpoint, exchange
-from shared.cache_dir import cache_dir
-from shared.errors import ConfigError
+from shared.base.cache_dir import cache_dir
+from shared.base.errors import ConfigError
 from shared.models.fetch import fetch_default_model
 
 _HOST = "127.0.0.1"

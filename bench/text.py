@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from bench.client import fetch_json
 from bench.exchange import Endpoint, HttpFailure
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 
 
 def documentation() -> list[str]:

@@ -25,18 +25,18 @@ from pathlib import Path
 import torch
 
 from bench.report import write_json
-from shared.channels import Channels
-from shared.config import option, parse_config, size_bytes
+from shared.base.request import Request, SamplingParams, Token
+from shared.base.worker_info import KvGeometry
 from shared.engine.blocks import BlockManager
 from shared.engine.engine import Engine
 from shared.engine.kv_pool import KvPool
 from shared.engine.plan import Pending, Plan
 from shared.engine.pool_memory import SharedStorage, zeroed_storage
 from shared.engine.scheduler import Scheduler
-from shared.grpc_serving import Server
 from shared.kernels.reference import ReferenceKernels
-from shared.malloc import keep_large_buffers
-from shared.request import Request, SamplingParams, Token
+from shared.options.config import option, parse_config, size_bytes
+from shared.options.worker import TlsConfig, WorkerConfig
+from shared.process.malloc import keep_large_buffers
 from shared.rpc import control_pb2, kv_pb2_grpc
 from shared.transfer.heads import HeadShard, PoolGroup
 from shared.transfer.hosts import Hosts
@@ -46,8 +46,8 @@ from shared.transfer.receiver import Receiver
 from shared.transfer.sender import Sender
 from shared.transfer.service import KvTransferService
 from shared.transfer.setup import make_hosts, make_links
-from shared.worker_config import TlsConfig, WorkerConfig
-from shared.worker_info import KvGeometry
+from shared.wire.channels import Channels
+from shared.wire.serving import Server
 
 TRANSPORTS = {"cpu": ("shm", "gloo"), "cuda": ("cuda-ipc",)}  # and gRPC, by size of its chunks; NCCL wants a GPU for each process
 COPY, SOCKET = "plain copy", "loopback socket"

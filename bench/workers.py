@@ -14,12 +14,12 @@ from contextlib import asynccontextmanager
 
 import psutil
 
-from shared.channels import Channels
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
+from shared.base.worker_info import Role, WorkerInfo
 from shared.index.registry import FleetWatcher
+from shared.options.worker import TlsConfig
 from shared.rpc import control_pb2, control_pb2_grpc
-from shared.worker_config import TlsConfig
-from shared.worker_info import Role, WorkerInfo
+from shared.wire.channels import Channels
 
 _STATUS_TIMEOUT_S = 5.0
 _BACK_TIMEOUT_S = 90.0  # a worker loads its model first, on a core that streams use

@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from shared.errors import ConfigError
-from shared.version import VERSION
+from shared.base.errors import ConfigError
+from shared.base.version import VERSION
 
 _COMMANDS = {
     "up": ("services.local.__main__", "everything on this machine: Valkey, prefill and decode workers, a router"),

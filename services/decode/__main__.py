@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from services.decode.config import DecodeConfig
 from services.decode.server import DecodeService
-from shared.config import parse_config
+from shared.base.worker_info import Role
+from shared.options.config import parse_config
 from shared.rpc import control_pb2_grpc, kv_pb2_grpc
 from shared.transfer.heads import PoolGroup
 from shared.transfer.receiver import Receiver
 from shared.transfer.service import KvTransferService
 from shared.transfer.setup import make_hosts
-from shared.worker import Service, Worker, run_worker
-from shared.worker_info import Role
+from shared.worker.worker import Service, Worker, run_worker
 
 
 def main(argv: Sequence[str]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.config import option
-from shared.worker_config import WorkerConfig
+from shared.options.config import option
+from shared.options.worker import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True)

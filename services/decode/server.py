@@ -13,15 +13,15 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
+from shared.base.errors import IncompatiblePeer, Unavailable
+from shared.base.request import Output, Request
 from shared.engine.engine import Engine
 from shared.engine.plan import Event, Failure
-from shared.errors import IncompatiblePeer, Unavailable
-from shared.request import Output, Request
 from shared.rpc import control_pb2, control_pb2_grpc
-from shared.streams import Streams
 from shared.transfer.receiver import Receiver
-from shared.wire import output_to_wire, request_from_wire
-from shared.worker import Worker
+from shared.wire.conversions import output_to_wire, request_from_wire
+from shared.worker.streams import Streams
+from shared.worker.worker import Worker
 
 
 class DecodeService(control_pb2_grpc.DecodeServicer):

@@ -29,10 +29,10 @@ from services.local.launch import launch_command
 from services.local.stack import Stack
 from services.local.supervisor import ChildFailed, Supervisor
 from services.local.valkey import ValkeyAddress
-from shared.cache_dir import cache_dir
-from shared.config import parse_config
-from shared.errors import ConfigError
+from shared.base.cache_dir import cache_dir
+from shared.base.errors import ConfigError
 from shared.models.fetch import default_model_folder, is_fetched
+from shared.options.config import parse_config
 
 
 def main(argv: Sequence[str]) -> None:

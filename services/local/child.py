@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from services.local.launch import launch_command
-from shared.readiness import PROGRESS, READY, READY_FD_VARIABLE
+from shared.process.readiness import PROGRESS, READY, READY_FD_VARIABLE
 
 _CHUNK_BYTES = 64 * 1024
 _LAST_OUTPUT_TIMEOUT_S = 0.5  # to read what a process printed before it ended
@@ -29,7 +29,7 @@ _LAST_OUTPUT_TIMEOUT_S = 0.5  # to read what a process printed before it ended
 class ChildSpec:
     """What to run. `environ` is the whole environment; it may hold secrets and is never shown.
 
-    The child is ready when it says so (`shared/readiness.py`), or, if `ready_text` is not empty, when it prints that.
+    The child is ready when it says so (`shared/process/readiness.py`), or, if `ready_text` is not empty, when it prints that.
     """
 
     name: str

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from shared.config import option
-from shared.worker_config import WorkerConfig
+from shared.options.config import option
+from shared.options.worker import WorkerConfig
 
 # Nothing outside this machine reaches the workers, so a stop need not wait long for their streams.
 _DRAIN_TIMEOUT_S = 0.5

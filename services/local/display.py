@@ -6,7 +6,7 @@ import re
 import shutil
 from typing import TextIO
 
-# A log record as `shared/telemetry.py` prints it: date, time, level, component, message.
+# A log record as `shared/process/telemetry.py` prints it: date, time, level, component, message.
 _SEVERE = re.compile(r"\S+ \S+ (WARNING|ERROR|CRITICAL)\s+\S+ (.*)")
 _CLEAR_LINE = "\r\x1b[K"
 _NAME_WIDTH = 12

@@ -20,8 +20,8 @@ from services.local.child import ChildSpec
 from services.local.config import UpConfig
 from services.local.placement import Placement, place, usable_cpus, usable_gpus
 from services.local.valkey import READY_TEXT, ValkeyAddress, valkey_command
-from shared.config import to_environ
-from shared.worker_config import TlsConfig
+from shared.options.config import to_environ
+from shared.options.worker import TlsConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.local.child import Child, ChildSpec, Observer
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 
 CONFIG_ERROR_EXIT_CODE = 2
 

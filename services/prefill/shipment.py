@@ -11,14 +11,14 @@ import time
 from collections.abc import Iterator
 from itertools import groupby
 
+from shared.base.errors import TwostrokeError
+from shared.base.request import Output, Token
+from shared.base.worker_info import KvGeometry
 from shared.engine.plan import Event, Failure, Progress
 from shared.engine.sequence import Sequence
-from shared.errors import TwostrokeError
-from shared.request import Output, Token
 from shared.rpc import control_pb2
 from shared.transfer import metrics
 from shared.transfer.sender import Sender
-from shared.worker_info import KvGeometry
 
 _LEAST_EARLY_BYTES = 1024 * 1024  # some layers that are less than this are not worth a message while the others are computed
 

@@ -17,13 +17,13 @@ from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet
 from services.router.tokenizer import ChatTokenizer
 from services.router.torch_free import forbid_torch
-from shared.channels import Channels
-from shared.config import parse_config
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 from shared.index.prefix_index import PrefixLookup
 from shared.index.registry import FleetWatcher
-from shared.readiness import notify_progress, notify_ready
-from shared.telemetry import configure_logging
+from shared.options.config import parse_config
+from shared.process.readiness import notify_progress, notify_ready
+from shared.process.telemetry import configure_logging
+from shared.wire.channels import Channels
 
 _SHUTDOWN_S = 1  # for streams that are open when the router is told to stop
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from shared.request import Output, Request
+from shared.base.request import Output, Request
 
 
 class Generation(Protocol):

@@ -13,7 +13,7 @@ from services.router.frontend import Frontend, new_id
 from services.router.logprobs import LogprobWriter
 from services.router.messages import for_template
 from services.router.schemas import ChatBody
-from shared.request import FinishReason
+from shared.base.request import FinishReason
 
 
 class ChatCompletions:

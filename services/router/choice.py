@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from services.router.detokenizer import Detokenizer
 from services.router.stops import StopMatcher
-from shared.request import FinishReason, Token
+from shared.base.request import FinishReason, Token
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from services.router.frontend import Frontend, new_id
 from services.router.logprobs import LogprobWriter
 from services.router.prompts import read_prompts
 from services.router.schemas import CompletionBody
-from shared.errors import InvalidRequest
-from shared.request import FinishReason
+from shared.base.errors import InvalidRequest
+from shared.base.request import FinishReason
 
 DEFAULT_MAX_TOKENS = 16
 

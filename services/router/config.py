@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.config import option, size_bytes
-from shared.worker_config import TlsConfig
+from shared.options.config import option, size_bytes
+from shared.options.worker import TlsConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from starlette.types import Receive
 
 from services.router.errors import ClientGone
 from services.router.metrics import CLIENT_DISCONNECTS
-from shared.tasks import cancel_and_wait
+from shared.process.tasks import cancel_and_wait
 
 T = TypeVar("T")
 

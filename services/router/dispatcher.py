@@ -13,10 +13,10 @@ import secrets
 from services.router.fleet import Fleet, can_pair
 from services.router.generation import Generation, LegFailed
 from services.router.placement import Placement
-from shared.errors import TwostrokeError, Unavailable
-from shared.request import Request, SamplingParams
-from shared.tasks import cancel_and_wait, start_essential
-from shared.worker_info import Role
+from shared.base.errors import TwostrokeError, Unavailable
+from shared.base.request import Request, SamplingParams
+from shared.base.worker_info import Role
+from shared.process.tasks import cancel_and_wait, start_essential
 
 log = logging.getLogger(__name__)
 

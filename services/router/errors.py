@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from services.router.json_response import json_response
 from services.router.metrics import CLIENT_DISCONNECTS
-from shared.errors import Cancelled, Internal, InvalidRequest, NotFound, Overloaded, TwostrokeError, Unauthorized, Unavailable
+from shared.base.errors import Cancelled, Internal, InvalidRequest, NotFound, Overloaded, TwostrokeError, Unauthorized, Unavailable
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from services.router.backend import Generation
-from shared.request import Output
-from shared.tasks import cancel_and_wait
+from shared.base.request import Output
+from shared.process.tasks import cancel_and_wait
 
 # Outputs that may wait for a client that reads slowly; beyond that the generations wait.
 MAX_WAITING_OUTPUTS = 64

@@ -13,13 +13,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from services.router.placement import Placement, place
-from shared.block_hash import block_hashes, hash_seed
-from shared.channels import Channels
-from shared.errors import Unavailable
+from shared.base.block_hash import block_hashes, hash_seed
+from shared.base.errors import Unavailable
+from shared.base.request import Request
+from shared.base.worker_info import Role, WorkerInfo
 from shared.index.prefix_index import PrefixLookup
 from shared.index.registry import FleetWatcher
-from shared.request import Request
-from shared.worker_info import Role, WorkerInfo
+from shared.wire.channels import Channels
 
 _FIRST_REST_S = 0.5
 _LONGEST_REST_S = 5.0

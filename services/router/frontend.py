@@ -22,8 +22,8 @@ from services.router.run import Run, TextOptions
 from services.router.schemas import Body, GenerationBody, parse
 from services.router.sse import EventStream
 from services.router.tokenizer import ChatTokenizer
-from shared import request as engine
-from shared.errors import InvalidRequest, NotFound
+from shared.base import request as engine
+from shared.base.errors import InvalidRequest, NotFound
 
 B = TypeVar("B", bound=Body)
 

@@ -23,12 +23,12 @@ import grpc
 from services.router import leg_metrics as metrics
 from services.router.fleet import Fleet
 from services.router.placement import Placement
-from shared.errors import DeadlineExceeded, Internal, InvalidRequest, Overloaded, TwostrokeError, Unavailable
-from shared.grpc_errors import from_rpc_error
-from shared.request import Output, Request, choice_seed
+from shared.base.errors import DeadlineExceeded, Internal, InvalidRequest, Overloaded, TwostrokeError, Unavailable
+from shared.base.request import Output, Request, choice_seed
+from shared.base.worker_info import WorkerInfo
 from shared.rpc import control_pb2, control_pb2_grpc
-from shared.wire import output_from_wire, request_to_wire
-from shared.worker_info import WorkerInfo
+from shared.wire.conversions import output_from_wire, request_to_wire
+from shared.wire.errors import from_rpc_error
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Histogram
 
+from shared.process.telemetry import LATENCY_BUCKETS_S
 from shared.rpc import control_pb2
-from shared.telemetry import LATENCY_BUCKETS_S
 
 failovers = Counter("twostroke_failovers_total", "Legs that failed and were served otherwise, by leg and cause", ["leg", "cause"])
 prefill_seconds = Histogram("twostroke_prefill_seconds", "Stages of a remote prefill", ["stage"], buckets=LATENCY_BUCKETS_S)

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from fastapi import Request
 
 from services.router.errors import BodyTimeout, ContextLengthExceeded, PayloadTooLarge
-from shared.errors import InvalidRequest
+from shared.base.errors import InvalidRequest
 
 MAX_FIELDS = 64  # of one object
 MAX_PROMPTS = 128

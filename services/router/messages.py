@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.router.schemas import Message
-from shared.errors import InvalidRequest
+from shared.base.errors import InvalidRequest
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, str]]:

@@ -6,7 +6,7 @@ import time
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from shared.telemetry import LATENCY_BUCKETS_S
+from shared.process.telemetry import LATENCY_BUCKETS_S
 
 HTTP_REQUESTS = Counter("twostroke_http_requests_total", "HTTP requests by path and status", ["endpoint", "status"])
 HTTP_REQUEST_SECONDS = Histogram(

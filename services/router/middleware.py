@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.router.errors import error_response
 from services.router.metrics import HTTP_REQUEST_SECONDS, HTTP_REQUESTS, REQUESTS_IN_FLIGHT, REQUESTS_REFUSED
-from shared.errors import Cancelled, Overloaded, Unauthorized
+from shared.base.errors import Cancelled, Overloaded, Unauthorized
 
 
 class Measure:

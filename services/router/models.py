@@ -9,7 +9,7 @@ from fastapi import Request, Response
 
 from services.router.frontend import Frontend
 from services.router.json_response import json_response
-from shared.errors import Unavailable
+from shared.base.errors import Unavailable
 
 
 class Models:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from types import MappingProxyType
 
-from shared.errors import Unavailable
-from shared.worker_info import Role, WorkerInfo
+from shared.base.errors import Unavailable
+from shared.base.worker_info import Role, WorkerInfo
 
 # Assumed where nothing is measured. Only ratios matter, and the first request to a worker replaces them.
 DEFAULT_PREFILL_TOKENS_PER_S = 2000.0

@@ -8,7 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from services.router.backend import Backend
 from services.router.errors import error_response
 from services.router.json_response import json_response
-from shared.errors import Unavailable
+from shared.base.errors import Unavailable
 
 
 class Probes:

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from services.router import limits
 from services.router.tokenizer import ChatTokenizer
-from shared.errors import InvalidRequest
+from shared.base.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)

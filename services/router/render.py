@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from services.router.choice import Piece, ShownToken
 from services.router.run import Run, Usage
 from services.router.sse import event
-from shared.request import FinishReason
+from shared.base.request import FinishReason
 
 
 class Writer(Protocol):

@@ -18,8 +18,8 @@ from services.router.fanout import merge
 from services.router.metrics import CACHED_PROMPT_TOKENS, COMPLETION_TOKENS, PROMPT_TOKENS, TokenClock
 from services.router.stops import StopMatcher
 from services.router.tokenizer import ChatTokenizer
-from shared.errors import DeadlineExceeded, Internal
-from shared.request import Output, Request
+from shared.base.errors import DeadlineExceeded, Internal
+from shared.base.request import Output, Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from services.router import limits
-from shared.errors import InvalidRequest
-from shared.request import MAX_LOGPROBS, SamplingParams
+from shared.base.errors import InvalidRequest
+from shared.base.request import MAX_LOGPROBS, SamplingParams
 
 B = TypeVar("B", bound="Body")
 

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders
 
 from services.router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from shared.errors import ConfigError, InvalidRequest
+from shared.base.errors import ConfigError, InvalidRequest
 
 # Shorter texts (about a millisecond) are tokenized at once: a thread costs more.
 MAX_INLINE_CHARS = 4096

@@ -9,7 +9,7 @@ from services.router.frontend import Frontend
 from services.router.json_response import json_response
 from services.router.messages import for_template
 from services.router.schemas import DetokenizeBody, TokenizeBody
-from shared.errors import InvalidRequest
+from shared.base.errors import InvalidRequest
 
 
 class Tokens:

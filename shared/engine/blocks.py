@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter, abc
 from collections.abc import Iterable
 
-from shared.block_hash import next_hash
+from shared.base.block_hash import next_hash
 from shared.engine.prefix_cache import PrefixCache
 from shared.engine.sequence import Sequence
 

@@ -31,7 +31,7 @@ from shared.engine.plan import Plan
 from shared.engine.staging import copy_in
 from shared.kernels.interface import AttentionBatch
 from shared.models.decoder import Decoder
-from shared.readiness import notify_progress
+from shared.process.readiness import notify_progress
 
 log = logging.getLogger(__name__)
 

@@ -22,6 +22,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
+from shared.base.errors import Internal, TwostrokeError, Unavailable
+from shared.base.request import Output, Request
+from shared.base.worker_info import Load
 from shared.engine import metrics
 from shared.engine.layer_progress import layer_progress
 from shared.engine.plan import Event, Failure, Pending, Plan, Progress, SampledToken
@@ -29,9 +32,6 @@ from shared.engine.sampler import NotFiniteLogits
 from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Sequence as EngineSequence
 from shared.engine.watchdog import Watchdog
-from shared.errors import Internal, TwostrokeError, Unavailable
-from shared.request import Output, Request
-from shared.worker_info import Load
 
 log = logging.getLogger(__name__)
 

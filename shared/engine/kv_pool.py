@@ -23,12 +23,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shared.base.errors import CorruptTransfer
+from shared.base.worker_info import KvGeometry
 from shared.engine.pool_memory import SharedStorage, Storage, zeroed_storage
-from shared.errors import CorruptTransfer
 from shared.kernels.interface import Kernels
 from shared.kernels.kv_layout import KvLayer, typed_views
 from shared.models.dtype import KV_DTYPES
-from shared.worker_info import KvGeometry
 
 ALL_LAYERS = slice(None)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shared.base.errors import ConfigError, InvalidRequest
 from shared.engine.sequence import Sequence
-from shared.errors import ConfigError, InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from shared.engine.plan import Plan
 from shared.engine.scheduler import Scheduler
-from shared.telemetry import LATENCY_BUCKETS_S
+from shared.process.telemetry import LATENCY_BUCKETS_S
 
 step_seconds = Histogram("twostroke_step_seconds", "Whole engine steps", buckets=LATENCY_BUCKETS_S)
 step_overhead_seconds = Histogram(

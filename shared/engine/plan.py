@@ -9,9 +9,9 @@ from collections.abc import Sequence as Row
 from dataclasses import dataclass
 from typing import Protocol
 
+from shared.base.errors import TwostrokeError
+from shared.base.request import Output
 from shared.engine.sequence import Sequence
-from shared.errors import TwostrokeError
-from shared.request import Output
 
 
 @dataclass(slots=True)

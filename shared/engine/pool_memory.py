@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 
 Storage = Callable[[int, torch.device], Tensor]
 

@@ -18,6 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shared.base.errors import ConfigError
+from shared.base.request import Request, SamplingParams
+from shared.base.worker_info import KvGeometry, Role
 from shared.engine import sizing
 from shared.engine.batch import build_batch, known_token_ids
 from shared.engine.decode_graphs import DecodeGraphs, capture_ladder, graphs_bytes
@@ -27,7 +30,6 @@ from shared.engine.pool_memory import SharedStorage, Storage, zeroed_storage
 from shared.engine.sampler import Sampler, Samples
 from shared.engine.sequence import Sequence
 from shared.engine.staging import to_device
-from shared.errors import ConfigError
 from shared.kernels import load_kernels
 from shared.models.checkpoint import open_checkpoint
 from shared.models.config import read_config
@@ -36,10 +38,8 @@ from shared.models.digest import weights_digest
 from shared.models.dtype import choose_dtype, choose_kv_dtype, name_of
 from shared.models.loading import expected_shapes, load_decoder
 from shared.models.locate import locate
-from shared.readiness import notify_progress
-from shared.request import Request, SamplingParams
-from shared.worker_config import WorkerConfig
-from shared.worker_info import KvGeometry, Role
+from shared.options.worker import WorkerConfig
+from shared.process.readiness import notify_progress
 
 log = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shared.base.errors import Internal
+from shared.base.request import choice_seed
 from shared.engine.penalties import adjust_logits, needs_adjusting
 from shared.engine.plan import SampledToken, ScheduledSequence
 from shared.engine.staging import Fence, to_device, to_host
 from shared.engine.uniform import uniforms
-from shared.errors import Internal
 from shared.kernels.interface import Kernels, SamplingBatch
-from shared.request import choice_seed
 
 
 class NotFiniteLogits(Internal):

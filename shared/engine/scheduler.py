@@ -29,14 +29,14 @@ from __future__ import annotations
 from collections import abc, deque
 from collections.abc import Iterator
 
-from shared.block_hash import hash_seed
+from shared.base.block_hash import hash_seed
+from shared.base.errors import CorruptTransfer, InvalidRequest, StaleTransfer
+from shared.base.request import FinishReason, Output, Request, Token, finish_reason
 from shared.engine.blocks import BlockManager
 from shared.engine.limits import Limits
 from shared.engine.lookahead import plan_ahead
 from shared.engine.plan import Event, Plan, Progress, SampledToken, ScheduledSequence
 from shared.engine.sequence import Sequence, Status
-from shared.errors import CorruptTransfer, InvalidRequest, StaleTransfer
-from shared.request import FinishReason, Output, Request, Token, finish_reason
 
 MAX_SPARE_BLOCKS = 64  # enough that growth rarely preempts, little enough not to matter in a real pool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from shared.request import FinishReason, Request
+from shared.base.request import FinishReason, Request
 
 
 class Status(Enum):

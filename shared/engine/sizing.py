@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import torch
 
+from shared.base.errors import ConfigError
+from shared.base.worker_info import KvGeometry, Role
 from shared.engine.host_memory import available_memory_bytes
-from shared.errors import ConfigError
-from shared.worker_config import WorkerConfig
-from shared.worker_info import KvGeometry, Role
+from shared.options.worker import WorkerConfig
 
 _PREFILL_STEP_TOKENS = 2048
 # Where sequences decode they wait for the whole step. A CPU is at its peak with fewer rows than a GPU is.

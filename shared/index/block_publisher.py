@@ -23,7 +23,7 @@ from typing import Protocol
 
 from redis.asyncio import Redis
 
-from shared.block_hash import HASH_BYTES
+from shared.base.block_hash import HASH_BYTES
 from shared.index.metrics import EVENTS, SNAPSHOTS
 
 # Hashes in one script call: about 2 ms of Redis on a slow core, so that others' lookups get in between.

@@ -12,7 +12,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 
 OPERATION_TIMEOUT_S = 1.0
 MAX_CONNECTIONS = 16

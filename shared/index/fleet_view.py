@@ -7,7 +7,7 @@ So neither a lost Redis, nor one that comes back empty, nor a stalled router, ev
 
 from __future__ import annotations
 
-from shared.worker_info import WorkerInfo
+from shared.base.worker_info import WorkerInfo
 
 
 class FleetView:

@@ -17,11 +17,11 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from shared.block_hash import HASH_BYTES
+from shared.base.block_hash import HASH_BYTES
+from shared.base.worker_info import WorkerInfo
 from shared.index.connection import REDIS_ERRORS, connect, describe
 from shared.index.keys import blocks_key
 from shared.index.metrics import ERRORS, LOOKUP_SECONDS
-from shared.worker_info import WorkerInfo
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class PrefixLookup:
     async def longest_prefix(self, workers: Sequence[WorkerInfo], hashes: Sequence[bytes]) -> dict[str, int]:
         """By worker id, how many of the leading blocks each worker holds; {} if Redis does not answer in time.
 
-        hashes: of the prompt's full blocks, in order (`shared.block_hash.block_hashes`). Where workers hold so much that the
+        hashes: of the prompt's full blocks, in order (`shared.base.block_hash.block_hashes`). Where workers hold so much that the
         work would pass `MAX_CHECKS`, all that match so far get the same count, which is then a lower bound.
         """
         if not workers or not hashes or not self._may_try():

@@ -19,13 +19,13 @@ from typing import Any
 from redis.asyncio.client import PubSub
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from shared.base.worker_info import WorkerInfo
 from shared.index.block_publisher import BlockPublisher, BlockSource
 from shared.index.connection import OPERATION_TIMEOUT_S, REDIS_ERRORS, Backoff, connect, describe
 from shared.index.fleet_view import FleetView
 from shared.index.keys import GOODBYES, HEARTBEATS, ROSTER, blocks_key, entry_key
 from shared.index.metrics import ERRORS
-from shared.tasks import cancel_and_wait, start_essential
-from shared.worker_info import WorkerInfo
+from shared.process.tasks import cancel_and_wait, start_essential
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import logging
 
 import torch
 
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 from shared.kernels.interface import Kernels
 
 log = logging.getLogger(__name__)

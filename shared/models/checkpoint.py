@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 from shared.models.locate import ModelFiles
 
 _MAX_NAMED = 5

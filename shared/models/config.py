@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 from shared.models.rope import inverse_frequencies
 
 

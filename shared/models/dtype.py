@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = DTYPES | {"float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.cache_dir import cache_dir
-from shared.config import exit_on_config_error
-from shared.errors import ConfigError
+from shared.base.cache_dir import cache_dir
+from shared.base.errors import ConfigError
+from shared.options.config import exit_on_config_error
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

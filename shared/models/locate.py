@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 
 # Everything but weights in other formats or layouts, which can be as large again.
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 
 # Left out: "longrope", whose frequencies change with a sequence's length, so that its cached keys would have to be rotated again.
 # "dynamic" does so too, but only past the model's own length, which no sequence here exceeds.

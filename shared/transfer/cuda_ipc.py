@@ -15,12 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shared.base.worker_info import KvGeometry
 from shared.engine.kv_pool import KvPool
 from shared.rpc import kv_pb2
 from shared.transfer.heads import PoolGroup
 from shared.transfer.interface import CUDA_IPC, LinkLost
 from shared.transfer.mapped_memory import Copy
-from shared.worker_info import KvGeometry
 
 
 class DeviceMemory(Protocol):

@@ -15,13 +15,13 @@ from contextlib import asynccontextmanager
 
 from torch import Tensor
 
-from shared.errors import CorruptTransfer
+from shared.base.errors import CorruptTransfer
+from shared.base.worker_info import KvGeometry
 from shared.rpc import kv_pb2
 from shared.transfer.chunks import chunk_bytes
 from shared.transfer.communicator import RECEIVER_RANK, Communicator, serve_store
 from shared.transfer.heads import PoolGroup
 from shared.transfer.interface import GLOO, LinkLost, Route
-from shared.worker_info import KvGeometry
 
 log = logging.getLogger(__name__)
 

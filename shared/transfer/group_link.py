@@ -16,11 +16,11 @@ import grpc
 import torch
 
 from shared.engine.kv_pool import KvPool
-from shared.grpc_errors import from_rpc_error
 from shared.rpc import kv_pb2
 from shared.transfer.chunks import checksum_of, layers_of
 from shared.transfer.communicator import SENDER_RANK, Communicator, connect_store
 from shared.transfer.interface import GLOO, Announce, LinkLost, Peer, Route
+from shared.wire.errors import from_rpc_error
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from math import prod
 import numpy as np
 from torch import Tensor
 
+from shared.base.errors import CorruptTransfer
 from shared.engine.kv_pool import KvPool
-from shared.errors import CorruptTransfer
 from shared.transfer.interface import Payload
 
 

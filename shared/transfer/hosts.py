@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shared.errors import IncompatiblePeer
+from shared.base.errors import IncompatiblePeer
 from shared.rpc import kv_pb2
 from shared.transfer.interface import Host, Landing, Route
 

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from shared.base.errors import Unavailable
 from shared.engine.kv_pool import KvPool
-from shared.errors import Unavailable
 from shared.rpc import kv_pb2
 
 GRPC, SHM, CUDA_IPC, NCCL, GLOO = "grpc", "shm", "cuda-ipc", "nccl", "gloo"

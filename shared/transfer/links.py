@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from shared.errors import IncompatiblePeer
-from shared.grpc_errors import from_rpc_error
+from shared.base.errors import IncompatiblePeer
 from shared.rpc import kv_pb2
 from shared.transfer import metrics
 from shared.transfer.interface import GRPC, Connector, Link, LinkLost, Peer
+from shared.wire.errors import from_rpc_error
 
 log = logging.getLogger(__name__)
 

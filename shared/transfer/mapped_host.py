@@ -19,8 +19,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
+from shared.process.tasks import cancel_and_wait
 from shared.rpc import kv_pb2
-from shared.tasks import cancel_and_wait
 from shared.transfer.interface import LinkLost, Route
 from shared.transfer.mapped_memory import Exported
 from shared.transfer.pool_socket import (

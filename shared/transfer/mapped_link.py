@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from shared.base.errors import StaleTransfer
+from shared.base.worker_info import KvGeometry
 from shared.engine.kv_pool import KvPool
-from shared.errors import StaleTransfer
 from shared.rpc import kv_pb2
 from shared.transfer.chunks import layers_of
 from shared.transfer.heads import common_heads, slice_of
@@ -34,7 +35,6 @@ from shared.transfer.pool_socket import (
     receive_greeting,
     unpack_ticket,
 )
-from shared.worker_info import KvGeometry
 
 log = logging.getLogger(__name__)
 

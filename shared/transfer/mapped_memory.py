@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from shared.base.worker_info import KvGeometry
 from shared.engine.kv_pool import KvPool
 from shared.rpc import kv_pb2
-from shared.worker_info import KvGeometry
 
 
 class Exported(Protocol):

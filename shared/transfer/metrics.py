@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from shared.telemetry import LATENCY_BUCKETS_S
+from shared.process.telemetry import LATENCY_BUCKETS_S
 
 transferred_bytes = Counter("twostroke_transfer_bytes_total", "KV bytes moved between workers", ["direction", "transport"])
 transfer_seconds = Histogram(

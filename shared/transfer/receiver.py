@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.base.errors import CorruptTransfer, IncompatiblePeer, InvalidRequest, Overloaded, StaleTransfer
+from shared.base.request import Output, Request
 from shared.engine.engine import Engine
 from shared.engine.plan import SampledToken
 from shared.engine.sequence import Sequence as EngineSequence
-from shared.errors import CorruptTransfer, IncompatiblePeer, InvalidRequest, Overloaded, StaleTransfer
-from shared.request import Output, Request
 from shared.rpc import kv_pb2
 from shared.transfer import metrics
 from shared.transfer.chunks import checksum_of, chunk_bytes

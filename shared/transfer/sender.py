@@ -17,17 +17,17 @@ from typing import Any, NoReturn
 
 import grpc
 
-from shared.errors import DeadlineExceeded, Internal, Unavailable
-from shared.grpc_errors import from_rpc_error
-from shared.request import Token
+from shared.base.errors import DeadlineExceeded, Internal, Unavailable
+from shared.base.request import Token
+from shared.base.worker_info import KvGeometry
 from shared.rpc import control_pb2, kv_pb2, kv_pb2_grpc
 from shared.transfer import metrics
 from shared.transfer.chunks import chunk_bytes, cut
 from shared.transfer.heads import HeadShard
 from shared.transfer.interface import Link, Peer, Writer
 from shared.transfer.links import Links
-from shared.wire import token_to_wire
-from shared.worker_info import KvGeometry
+from shared.wire.conversions import token_to_wire
+from shared.wire.errors import from_rpc_error
 
 log = logging.getLogger(__name__)
 

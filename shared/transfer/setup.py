@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from shared.base.errors import ConfigError
 from shared.engine.kv_pool import KvPool
-from shared.errors import ConfigError
+from shared.options.worker import WorkerConfig
 from shared.transfer.cuda_device import CudaDevice
 from shared.transfer.cuda_ipc import CudaExported, CudaMapper
 from shared.transfer.group_host import GroupHost
@@ -32,7 +33,6 @@ from shared.transfer.mapped_host import MappedHost
 from shared.transfer.mapped_link import MappedConnector
 from shared.transfer.mapped_memory import Exported
 from shared.transfer.shm import ShmExported, ShmMapper
-from shared.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.base.worker_info import KvGeometry
 from shared.engine.kv_pool import KvPool
 from shared.rpc import kv_pb2
 from shared.transfer.heads import PoolGroup
 from shared.transfer.interface import SHM, LinkLost
 from shared.transfer.mapped_memory import Copy
-from shared.worker_info import KvGeometry
 
 _BYTES_PER_ADVICE = 64 * 1024 * 1024
 _MADV_POPULATE_WRITE = 23

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.prefill.server import PrefillService
-from shared.config import parse_config
+from shared.base.worker_info import Role
 from shared.engine.kv_pool import KvPool
+from shared.options.config import parse_config
+from shared.options.worker import WorkerConfig
 from shared.rpc import control_pb2_grpc, kv_pb2
 from shared.transfer.inline import InlineConnector, InlineLink, InlineWriter
 from shared.transfer.interface import Announce, Peer
 from shared.transfer.links import Links
-from shared.worker import Service, Worker, run_worker
-from shared.worker_config import WorkerConfig
-from shared.worker_info import Role
+from shared.worker.worker import Service, Worker, run_worker
 from tests.chaos.chunk_fault import CHUNKS_FILE_VARIABLE, ChunkFault
 
 

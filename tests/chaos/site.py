@@ -22,8 +22,8 @@ import grpc.aio
 import httpx
 
 from services.local.valkey import ValkeyAddress
+from shared.base.worker_info import Role
 from shared.rpc import control_pb2, control_pb2_grpc
-from shared.worker_info import Role
 from tests.chaos.chunk_fault import CHUNKS_FILE_VARIABLE, ChunkFault
 from tests.chaos.relay import Relay
 from tests.chaos.wire import Wire

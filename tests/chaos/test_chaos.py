@@ -13,7 +13,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from shared.worker_info import Role
+from shared.base.worker_info import Role
 from tests.chaos.faults import EVERYWHERE, DrainWorker
 from tests.chaos.load import Load, make_asks
 from tests.chaos.run import Chaos

@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from services.local.valkey import ValkeyAddress
-from shared.grpc_serving import open_channel
+from shared.options.worker import TlsConfig
 from shared.rpc import control_pb2, control_pb2_grpc
-from shared.worker_config import TlsConfig
+from shared.wire.serving import open_channel
 from tests.support.eventually import eventually
 from tests.support.parts import Part, free_ports, service_command
 from tests.support.tiny_model import save_tiny_model

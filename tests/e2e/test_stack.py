@@ -18,10 +18,10 @@ import pytest_asyncio
 import redis
 from transformers import AutoTokenizer
 
+from shared.base.worker_info import WorkerInfo
 from shared.index.keys import ROSTER, entry_key
 from shared.models.fetch import fetch_default_model
 from shared.rpc import control_pb2, control_pb2_grpc
-from shared.worker_info import WorkerInfo
 from tests.support.eventually import eventually
 from tests.support.stack import Stack, stack
 from tests.support.text import prompts_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from shared.worker_config import WorkerConfig
-from shared.worker_info import Role
+from shared.base.worker_info import Role
+from shared.options.worker import WorkerConfig
 from tests.support.cluster import Cluster, cluster, request
 from tests.support.engine import VOCAB_SIZE, make_tiny_model, tiny_runner
 

@@ -12,14 +12,14 @@ import torch
 from prometheus_client import REGISTRY
 from transformers import AutoTokenizer
 
+from shared.base.request import Output, Request
+from shared.base.worker_info import Role
 from shared.engine.kv_pool import KvPool
 from shared.engine.plan import Plan, ScheduledSequence
 from shared.engine.runner import ModelRunner, load_runner
 from shared.engine.sequence import Sequence as EngineSequence
 from shared.models.fetch import fetch_default_model
-from shared.request import Output, Request
-from shared.worker_config import WorkerConfig
-from shared.worker_info import Role
+from shared.options.worker import WorkerConfig
 from tests.support.cluster import Cluster, cluster, collect_tokens, request
 from tests.support.reference import Reference
 from tests.support.text import prompts_of

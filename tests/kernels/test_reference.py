@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 from shared.kernels import load_kernels
 from shared.kernels.interface import AttentionBatch, SamplingBatch
 from shared.kernels.kv_layout import KvLayer

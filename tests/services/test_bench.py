@@ -19,7 +19,7 @@ from bench.exchange import Endpoint
 from bench.measures import GAP_OVER_ITL, ITL_BEFORE_P50, ITL_BEFORE_P99, LONG_TTFT, TTFT_P50, WORST_GAP, summarize
 from bench.text import PromptSource
 from bench.workloads import Lengths, Pause, at_once
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 from tests.support.eventually import eventually
 
 SEED = 11

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from shared.base.worker_info import Role
 from shared.engine import engine as engine_module
-from shared.worker_info import Role
 from tests.support.cluster import FakeWorker, prompt_of, request
 
 

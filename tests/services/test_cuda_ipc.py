@@ -15,8 +15,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shared.base.errors import ConfigError, StaleTransfer, TwostrokeError, Unavailable
+from shared.base.worker_info import Role
 from shared.engine.kv_pool import KvPool
-from shared.errors import ConfigError, StaleTransfer, TwostrokeError, Unavailable
 from shared.rpc import kv_pb2
 from shared.transfer import metrics, setup
 from shared.transfer.heads import PoolGroup
@@ -27,7 +28,6 @@ from shared.transfer.mapped_host import MappedHost
 from shared.transfer.pool_socket import GOODBYE, ProcessEnd, pack_ticket, receive_greeting
 from shared.transfer.sender import Sender
 from shared.transfer.setup import make_hosts, make_links
-from shared.worker_info import Role
 from tests.support.eventually import eventually
 from tests.support.fake_device import FakeDevice, fake_cuda_connector, fake_cuda_host
 from tests.support.fake_runner import GEOMETRY

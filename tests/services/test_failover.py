@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from shared.errors import InvalidRequest, Unavailable
-from shared.request import Output
-from shared.worker_info import Role
+from shared.base.errors import InvalidRequest, Unavailable
+from shared.base.request import Output
+from shared.base.worker_info import Role
 from tests.support.cluster import Cluster, cluster, collect_tokens, prompt_of, request
 from tests.support.fake_runner import expected_tokens
 

@@ -16,10 +16,10 @@ import xxhash
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from shared.grpc_errors import is_broken_write
+from shared.base.worker_info import Role
 from shared.rpc import control_pb2, control_pb2_grpc, kv_pb2, kv_pb2_grpc, sequence_pb2
-from shared.wire import request_to_wire
-from shared.worker_info import Role
+from shared.wire.conversions import request_to_wire
+from shared.wire.errors import is_broken_write
 from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
 from tests.support.eventually import eventually
 from tests.support.fake_runner import GEOMETRY, expected_tokens
@@ -154,7 +154,7 @@ async def assert_unharmed(made: Cluster, caplog: pytest.LogCaptureFixture) -> No
     for worker in made.workers:
         await worker.worker.streams.wait_idle()
         worker.check_baseline()
-    assert not [r for r in caplog.records if r.getMessage().endswith(" failed") and r.name == "shared.grpc_serving"]
+    assert not [r for r in caplog.records if r.getMessage().endswith(" failed") and r.name == "shared.wire.serving"]
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 import xxhash
 
-from shared.errors import CorruptTransfer, IncompatiblePeer, InvalidRequest, Overloaded, StaleTransfer
+from shared.base.errors import CorruptTransfer, IncompatiblePeer, InvalidRequest, Overloaded, StaleTransfer
+from shared.base.worker_info import Role
 from shared.rpc import kv_pb2
 from shared.transfer.heads import PoolGroup
 from shared.transfer.receiver import Receiver
-from shared.worker_info import Role
 from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
 from tests.support.eventually import eventually
 from tests.support.fake_runner import GEOMETRY, expected_tokens

@@ -21,8 +21,8 @@ from tokenizers import Tokenizer
 from services.router.app import create_app
 from services.router.config import RouterConfig
 from services.router.tokenizer import ChatTokenizer
-from shared.errors import Overloaded, TwostrokeError, Unavailable
-from shared.request import FinishReason, Output, Request, Token
+from shared.base.errors import Overloaded, TwostrokeError, Unavailable
+from shared.base.request import FinishReason, Output, Request, Token
 from tests.support.tiny_tokenizer import EOS_ID, save_tiny_tokenizer
 
 MODEL = "tiny"

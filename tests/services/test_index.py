@@ -17,7 +17,8 @@ import pytest_asyncio
 from redis.asyncio import Redis
 
 from services.local.valkey import ValkeyAddress, ValkeyServer
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
+from shared.base.worker_info import Load, Role, WorkerInfo
 from shared.index import prefix_index
 from shared.index.block_publisher import BlockPublisher
 from shared.index.connection import REDIS_ERRORS, connect
@@ -26,7 +27,6 @@ from shared.index.keys import GOODBYES, HEARTBEATS, ROSTER, blocks_key, entry_ke
 from shared.index.metrics import ERRORS, SNAPSHOTS
 from shared.index.prefix_index import PrefixLookup
 from shared.index.registry import FleetWatcher, Registration
-from shared.worker_info import Load, Role, WorkerInfo
 from tests.support.eventually import eventually
 from tests.support.valkey import TestValkey, valkey
 

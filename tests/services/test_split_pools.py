@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared.errors import CorruptTransfer
-from shared.request import Token
+from shared.base.errors import CorruptTransfer
+from shared.base.request import Token
 from shared.transfer.interface import GRPC, SHM
 from shared.transfer.setup import make_hosts
 from tests.support.fake_runner import GEOMETRY

@@ -17,8 +17,18 @@ from services.decode import __main__ as decode_main
 from services.prefill import __main__ as prefill_main
 from services.prefill import shipment
 from services.router import leg_metrics
-from shared.errors import ConfigError, CorruptTransfer, IncompatiblePeer, Overloaded, StaleTransfer, TwostrokeError, Unavailable
-from shared.request import Token
+from shared.base.errors import (
+    ConfigError,
+    CorruptTransfer,
+    IncompatiblePeer,
+    Overloaded,
+    StaleTransfer,
+    TwostrokeError,
+    Unavailable,
+)
+from shared.base.request import Token
+from shared.base.worker_info import Role
+from shared.options.worker import WorkerConfig
 from shared.transfer import metrics
 from shared.transfer.heads import PoolGroup
 from shared.transfer.hosts import Hosts
@@ -27,8 +37,6 @@ from shared.transfer.interface import Connector, LinkLost
 from shared.transfer.links import Links
 from shared.transfer.pool_socket import listen_privately
 from shared.transfer.setup import make_hosts, make_links
-from shared.worker_config import WorkerConfig
-from shared.worker_info import Role
 from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
 from tests.support.eventually import eventually
 from tests.support.fake_runner import GEOMETRY, expected_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from services.router import leg_metrics
-from shared.worker_info import Role
+from shared.base.worker_info import Role
 from tests.support.cluster import cluster, prompt_of, request
 from tests.support.eventually import eventually
 from tests.support.fake_runner import expected_tokens

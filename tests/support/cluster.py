@@ -11,12 +11,12 @@ from services.decode.__main__ import decode_services
 from services.prefill.__main__ import prefill_services
 from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet
-from shared.channels import Channels
-from shared.grpc_serving import Server
-from shared.request import Output, Request, SamplingParams
-from shared.worker import Worker
-from shared.worker_config import TlsConfig, WorkerConfig
-from shared.worker_info import Role, WorkerInfo
+from shared.base.request import Output, Request, SamplingParams
+from shared.base.worker_info import Role, WorkerInfo
+from shared.options.worker import TlsConfig, WorkerConfig
+from shared.wire.channels import Channels
+from shared.wire.serving import Server
+from shared.worker.worker import Worker
 from tests.support.fake_runner import GEOMETRY, FakeAsyncRunner, FakeRunner
 
 _ids = itertools.count()

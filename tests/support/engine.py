@@ -16,12 +16,12 @@ from transformers import (
     Qwen3Config,
 )
 
+from shared.base.request import Request, SamplingParams
+from shared.base.worker_info import Role
 from shared.engine.plan import ScheduledSequence
 from shared.engine.runner import ModelRunner, load_runner
 from shared.engine.sequence import Sequence
-from shared.request import Request, SamplingParams
-from shared.worker_config import WorkerConfig
-from shared.worker_info import Role
+from shared.options.worker import WorkerConfig
 
 VOCAB_SIZE = 199
 WINDOW = 12  # of the kinds "mistral" and "qwen2-window"

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Row
 
+from shared.base.request import FinishReason, Request, finish_reason
 from shared.engine.plan import Plan, SampledToken
 from shared.engine.sequence import Sequence
-from shared.request import FinishReason, Request, finish_reason
 from tests.support.launched import Launched, Work
 
 VOCABULARY = 12

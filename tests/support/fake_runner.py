@@ -14,11 +14,11 @@ from hashlib import blake2b
 
 import torch
 
+from shared.base.request import choice_seed
+from shared.base.worker_info import KvGeometry
 from shared.engine.kv_pool import KvPool
 from shared.engine.plan import Pending, Plan, SampledToken
 from shared.kernels.reference import ReferenceKernels
-from shared.request import choice_seed
-from shared.worker_info import KvGeometry
 from tests.support.launched import Launched, Work
 
 VOCAB_SIZE = 1000

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum, auto
 
+from shared.base.errors import StaleTransfer
 from shared.engine.kv_pool import KvPool
-from shared.errors import StaleTransfer
 from shared.rpc import kv_pb2
 from shared.transfer.chunks import layers_of
 from shared.transfer.interface import Announce, LinkLost, Peer, Route

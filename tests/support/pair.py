@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 
-from shared.channels import Channels
+from shared.base.request import Token
+from shared.base.worker_info import KvGeometry, Role
 from shared.engine.kv_pool import KvPool
 from shared.engine.pool_memory import SharedStorage
 from shared.kernels.reference import ReferenceKernels
-from shared.request import Token
+from shared.options.worker import TlsConfig, WorkerConfig
 from shared.rpc import control_pb2, kv_pb2_grpc
 from shared.transfer import metrics
 from shared.transfer.heads import HeadShard, PoolGroup
@@ -26,8 +27,7 @@ from shared.transfer.receiver import Receiver
 from shared.transfer.sender import Sender
 from shared.transfer.service import KvTransferService
 from shared.transfer.setup import make_hosts, make_links
-from shared.worker_config import TlsConfig, WorkerConfig
-from shared.worker_info import KvGeometry, Role
+from shared.wire.channels import Channels
 from tests.support.cluster import FakeWorker, prompt_of, request
 from tests.support.eventually import eventually
 from tests.support.fake_device import FakeDevice, fake_cuda_connector, fake_cuda_host

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from services.local.launch import launch_command
-from shared.readiness import READY, READY_FD_VARIABLE
+from shared.process.readiness import READY, READY_FD_VARIABLE
 
 READY_TIMEOUT_S = 120.0
 _KILL_AFTER_S = 20.0

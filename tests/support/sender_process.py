@@ -14,17 +14,17 @@ import sys
 
 import torch
 
-from shared.channels import Channels
+from shared.base.errors import TwostrokeError
 from shared.engine.kv_pool import KvPool
-from shared.errors import TwostrokeError
 from shared.kernels.reference import ReferenceKernels
+from shared.options.worker import TlsConfig, WorkerConfig
 from shared.rpc import control_pb2, kv_pb2
 from shared.transfer.heads import HeadShard
 from shared.transfer.interface import CUDA_IPC
 from shared.transfer.links import Links
 from shared.transfer.sender import Sender
 from shared.transfer.setup import make_links
-from shared.worker_config import TlsConfig, WorkerConfig
+from shared.wire.channels import Channels
 from tests.support.fake_device import fake_cuda_connector
 from tests.support.fake_runner import GEOMETRY
 

@@ -18,7 +18,7 @@ from bench.engines import Engine, Missing, engines_at
 from bench.exchange import Endpoint
 from bench.measures import ITL_P50, OUTPUT_TOKENS_PER_S, TTFT_P50, Measure, Result
 from bench.report import ClientCost, Report
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 from tests.support.eventually import eventually
 
 

@@ -18,8 +18,8 @@ from bench.failover_rounds import DecodeKill, PrefillKill, Verdict
 from bench.handoff import COLOCATED, HandoffConfig, MeasurementFailed, Sample, Stages, summarize
 from bench.stack import Metrics, model_folder
 from bench.token_stream import Difference, StreamEnded, TokenStream, compare
-from shared.config import parse_config
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
+from shared.options.config import parse_config
 
 
 def prefills(counts: int, queue_s: float, compute_s: float, transfer_s: float) -> Metrics:

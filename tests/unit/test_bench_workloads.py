@@ -12,8 +12,8 @@ from bench.compare_config import CompareConfig
 from bench.config import BenchConfig, WorkConfig
 from bench.text import PromptSource, documentation, tokenize_with
 from bench.workloads import make_workloads, mixed_lengths, poisson_arrivals_s
-from shared.config import parse_config
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
+from shared.options.config import parse_config
 from tests.support.tiny_tokenizer import tiny_tokenizer
 
 

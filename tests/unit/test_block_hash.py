@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.block_hash import HASH_BYTES, block_hashes, hash_seed, next_hash
+from shared.base.block_hash import HASH_BYTES, block_hashes, hash_seed, next_hash
 
 SEED = hash_seed("digest", "salt")
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=70)
@@ -37,7 +37,7 @@ def test_the_chain_is_keyed_blake2b_over_little_endian_words():
 
 
 def test_the_hash_does_not_depend_on_the_process():
-    script = "from shared.block_hash import *; print(block_hashes(hash_seed('digest', 'salt'), range(16), 16)[0].hex())"
+    script = "from shared.base.block_hash import *; print(block_hashes(hash_seed('digest', 'salt'), range(16), 16)[0].hex())"
     for hash_randomization in ("1", "2"):
         environ = {"PYTHONHASHSEED": hash_randomization}
         shown = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True).stdout

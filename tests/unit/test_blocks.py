@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shared.block_hash import block_hashes, hash_seed
+from shared.base.block_hash import block_hashes, hash_seed
+from shared.base.request import Request, SamplingParams
 from shared.engine.blocks import BlockManager
 from shared.engine.sequence import Sequence
-from shared.request import Request, SamplingParams
 
 BLOCK_SIZE = 4
 SEED = hash_seed("digest")

@@ -17,9 +17,9 @@ from services.local.config import UpConfig
 from services.local.display import Display
 from services.local.stack import Stack
 from services.local.valkey import ValkeyAddress
-from shared.config import parse_config
-from shared.version import VERSION
-from shared.worker_config import WorkerConfig
+from shared.base.version import VERSION
+from shared.options.config import parse_config
+from shared.options.worker import WorkerConfig
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import pytest
 
 from services.local.config import UpConfig
-from shared.config import option, parse_config, size_bytes, to_environ
-from shared.errors import ConfigError
-from shared.worker_config import WorkerConfig
+from shared.base.errors import ConfigError
+from shared.options.config import option, parse_config, size_bytes, to_environ
+from shared.options.worker import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shared.base.request import Output, Request, SamplingParams
 from shared.engine.batch import known_token_ids
 from shared.engine.blocks import BlockManager
 from shared.engine.decode_graphs import DecodeGraphs, ladder
@@ -18,7 +19,6 @@ from shared.engine.plan import Plan
 from shared.engine.runner import ModelRunner
 from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Sequence
-from shared.request import Output, Request, SamplingParams
 from tests.support.engine import VOCAB_SIZE, make_sequence, make_tiny_model, schedule, tiny_runner
 from tests.support.recording import record
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from services.router.choice import ChoiceText, Piece
 from services.router.stops import StopMatcher
 from services.router.tokenizer import ChatTokenizer, ModelFacts
-from shared.request import FinishReason, Token
+from shared.base.request import FinishReason, Token
 from tests.support.tiny_tokenizer import EOS_ID, tiny_tokenizer
 
 TEXTS = [

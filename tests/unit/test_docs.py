@@ -15,8 +15,8 @@ from bench.handoff import HandoffConfig
 from services.decode.config import DecodeConfig
 from services.local.config import UpConfig
 from services.router.config import RouterConfig
-from shared.config import parse_config
-from shared.worker_config import WorkerConfig
+from shared.options.config import parse_config
+from shared.options.worker import WorkerConfig
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

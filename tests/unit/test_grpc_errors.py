@@ -6,8 +6,8 @@ import grpc
 import pytest
 from grpc.aio import AioRpcError, Metadata
 
-from shared.errors import CorruptTransfer, Internal, TwostrokeError, Unavailable
-from shared.grpc_errors import from_rpc_error
+from shared.base.errors import CorruptTransfer, Internal, TwostrokeError, Unavailable
+from shared.wire.errors import from_rpc_error
 
 
 @pytest.mark.parametrize(

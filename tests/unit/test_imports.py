@@ -61,7 +61,7 @@ def service_of(module: str) -> str | None:
 
 
 def test_the_sources_are_found():
-    assert {"services.cli", "shared.config", "shared.engine.engine"} <= SOURCES.keys()
+    assert {"services.cli", "shared.options.config", "shared.engine.engine"} <= SOURCES.keys()
 
 
 def test_layers_import_downwards_only():

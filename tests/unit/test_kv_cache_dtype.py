@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.config import parse_config
+from shared.base.errors import ConfigError
+from shared.base.worker_info import KvGeometry
 from shared.engine import sizing
 from shared.engine.batch import build_batch, known_token_ids
 from shared.engine.kv_pool import KvPool
 from shared.engine.plan import Plan
 from shared.engine.runner import ModelRunner
 from shared.engine.sampler import NotFiniteLogits
-from shared.errors import ConfigError
 from shared.kernels.interface import AttentionBatch
 from shared.kernels.kv_layout import LARGEST_STORED, SMALLEST_SCALE
 from shared.kernels.reference import ReferenceKernels, quantize
 from shared.models.dtype import choose_kv_dtype
-from shared.worker_config import WorkerConfig
-from shared.worker_info import KvGeometry
+from shared.options.config import parse_config
+from shared.options.worker import WorkerConfig
 from tests.support.engine import VOCAB_SIZE, make_sequence, make_tiny_model, schedule, tiny_runner
 from tests.support.quantized_kv import ONE_BYTE_TYPES, empty_layer, quantized_layer, restored
 

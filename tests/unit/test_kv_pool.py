@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from shared.base.errors import ConfigError, CorruptTransfer
+from shared.base.worker_info import KvGeometry, Role
 from shared.engine import sizing
 from shared.engine.host_memory import available_memory_bytes
 from shared.engine.kv_pool import KvPool
-from shared.errors import ConfigError, CorruptTransfer
 from shared.kernels.reference import ReferenceKernels
-from shared.worker_config import WorkerConfig
-from shared.worker_info import KvGeometry, Role
+from shared.options.worker import WorkerConfig
 from tests.support.engine import make_tiny_model, tiny_runner
 
 GEOMETRY = KvGeometry("digest", "bfloat16", num_layers=3, num_kv_heads=4, head_dim=8, block_size=16, kv_dtype="bfloat16")

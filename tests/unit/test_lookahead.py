@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from shared.base.request import FinishReason, Output, Request, SamplingParams
 from shared.engine.blocks import BlockManager
 from shared.engine.plan import Plan, SampledToken
 from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Sequence, Status
-from shared.request import FinishReason, Output, Request, SamplingParams
 
 BLOCK_SIZE = 4
 STOP, OTHER = 2, 7

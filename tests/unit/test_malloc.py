@@ -9,7 +9,7 @@ from pathlib import Path
 # 16 buffers of 2 MiB that are filled and freed together, again and again; prints the page faults of the last ten rounds.
 PROGRAM = """
 import resource, sys
-from shared.malloc import keep_large_buffers
+from shared.process.malloc import keep_large_buffers
 if sys.argv[1] == "keep":
     keep_large_buffers()
 pattern = b"x" * 4096

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2Config, LlamaConfig, PreTrainedModel
 
+from shared.base.errors import ConfigError
 from shared.engine.batch import build_batch, known_token_ids
 from shared.engine.plan import Plan
 from shared.engine.runner import ModelRunner
 from shared.engine.sequence import Sequence
-from shared.errors import ConfigError
 from shared.models.checkpoint import open_checkpoint
 from shared.models.config import from_transformers, read_config
 from shared.models.digest import weights_digest

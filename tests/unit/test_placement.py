@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.router.placement import Placement, place
-from shared.errors import Unavailable
-from shared.worker_info import Load, Role, WorkerInfo
+from shared.base.errors import Unavailable
+from shared.base.worker_info import Load, Role, WorkerInfo
 
 IDLE = Load(num_free_blocks=1000, prefill_tokens_per_s=1000.0)
 

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.base.errors import CorruptTransfer
+from shared.base.worker_info import KvGeometry
 from shared.engine.kv_pool import KvPool
-from shared.errors import CorruptTransfer
 from shared.kernels.reference import ReferenceKernels
 from shared.transfer.heads import HeadShard, PoolGroup
-from shared.worker_info import KvGeometry
 
 NUM_HEADS, NUM_BLOCKS = 6, 5
 GEOMETRY = KvGeometry("digest", "bfloat16", num_layers=3, num_kv_heads=NUM_HEADS, head_dim=4, block_size=8, kv_dtype="bfloat16")

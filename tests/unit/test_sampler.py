@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from shared.base.request import Request, SamplingParams, choice_seed
 from shared.engine.penalties import adjust_logits
 from shared.engine.plan import SampledToken, ScheduledSequence
 from shared.engine.sampler import NotFiniteLogits, Sampler
 from shared.engine.sequence import Sequence
 from shared.engine.uniform import uniforms
 from shared.kernels.reference import ReferenceKernels
-from shared.request import Request, SamplingParams, choice_seed
 
 VOCAB_SIZE = 40
 SAMPLER = Sampler(ReferenceKernels())

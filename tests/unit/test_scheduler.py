@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from shared.base.errors import ConfigError, CorruptTransfer, InvalidRequest, StaleTransfer
+from shared.base.request import FinishReason, Output, Request, SamplingParams
 from shared.engine.blocks import BlockManager
 from shared.engine.plan import Event, Plan, Progress, SampledToken
 from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Sequence, Status
-from shared.errors import ConfigError, CorruptTransfer, InvalidRequest, StaleTransfer
-from shared.request import FinishReason, Output, Request, SamplingParams
 from tests.support.fake_kv import FakeModel, first_tokens, solo_outputs
 
 BLOCK_SIZE = 4

@@ -11,12 +11,12 @@ from random import Random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shared.block_hash import block_hashes, hash_seed
+from shared.base.block_hash import block_hashes, hash_seed
+from shared.base.request import FinishReason, Output, Request, SamplingParams
 from shared.engine.blocks import BlockManager
 from shared.engine.plan import Event, Plan, Progress, SampledToken
 from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Sequence, Status
-from shared.request import FinishReason, Output, Request, SamplingParams
 from tests.support.fake_kv import FakeModel, first_tokens, solo_outputs
 
 NUM_REQUESTS = 14

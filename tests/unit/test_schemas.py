@@ -14,8 +14,8 @@ from services.router import limits
 from services.router.errors import ContextLengthExceeded
 from services.router.messages import for_template
 from services.router.schemas import ChatBody, CompletionBody, parse
-from shared.errors import InvalidRequest
-from shared.request import SamplingParams
+from shared.base.errors import InvalidRequest
+from shared.base.request import SamplingParams
 from tests.support.tiny_tokenizer import save_tiny_tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]

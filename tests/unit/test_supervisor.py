@@ -17,10 +17,10 @@ import pytest
 from services.local.child import ChildSpec
 from services.local.placement import Placement, place, usable_gpus
 from services.local.supervisor import ChildFailed, Policy, Supervisor, describe_exit
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 
 QUICK = Policy(first_delay_s=0.01, longest_delay_s=0.02, stop_stage_s=0.5, stop_s=1.0)
-READY = "from shared.readiness import *; import os, sys, time, signal, subprocess; "
+READY = "from shared.process.readiness import *; import os, sys, time, signal, subprocess; "
 SERVE = READY + "notify_ready(); signal.pause()"
 
 

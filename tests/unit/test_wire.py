@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared import wire
-from shared.errors import InvalidRequest
-from shared.request import FinishReason, Output, Request, SamplingParams, Token
+from shared.base.errors import InvalidRequest
+from shared.base.request import FinishReason, Output, Request, SamplingParams, Token
 from shared.rpc import control_pb2, sequence_pb2
+from shared.wire import conversions as wire
 
 TOKEN_IDS = st.integers(0, 2**31 - 1)
 FLOATS = st.floats(-100.0, 100.0, width=32)  # float32 on the wire

@@ -1,6 +1,6 @@
 """Compiles the C++ kernels once per machine and version, and loads them.
 
-The result lives in the cache folder (`shared/cache_dir.py`) under a key of everything that changes it: sources,
+The result lives in the cache folder (`shared/base/cache_dir.py`) under a key of everything that changes it: sources,
 flags, torch, Python, compiler and the CPU's instruction set. Workers that start together do not build twice: the first one holds
 a file lock, the others wait for it and load what it built. A build that is killed leaves nothing behind that could be loaded.
 """
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from shared.cache_dir import cache_dir
+from shared.base.cache_dir import cache_dir
 
 if TYPE_CHECKING:
     from shared.kernels.cpu.native import Native

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shared.errors import Internal
+from shared.base.errors import Internal
 from shared.kernels.kv_layout import KvLayer
 
 MIN_DOT_SIZE = 16  # rows and columns of the smallest tile that tensor cores take

@@ -6,7 +6,7 @@ import pytest
 import torch
 from problems import DEVICE, DTYPES, LAYER, Heads, Problem, assert_close, make_problem
 
-from shared.errors import Internal
+from shared.base.errors import Internal
 from shared.kernels.kv_layout import KvLayer
 from shared.kernels.reference import ReferenceKernels
 from shared.kernels.triton import TritonKernels

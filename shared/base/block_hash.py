@@ -17,7 +17,7 @@ HASH_BYTES = 16
 
 
 def hash_seed(digest: str, cache_salt: str = "") -> bytes:
-    """The root of the chain. `digest` is the worker digest (`shared/worker_info.py`); a salt separates tenants."""
+    """The root of the chain. `digest` is the worker digest (`shared/base/worker_info.py`); a salt separates tenants."""
     return blake2b(f"{digest}\0{cache_salt}".encode(), digest_size=HASH_BYTES, person=b"twostroke-kv-1").digest()
 
 

@@ -7,7 +7,7 @@ import sys
 
 from prometheus_client import start_http_server
 
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 
 # Seconds, from one token's time on a fast GPU to a long prompt on a slow CPU.
 LATENCY_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)

@@ -1,9 +1,9 @@
-"""Between the values of `shared/request.py` and the messages of `proto/sequence.proto`; nothing else knows both."""
+"""Between the values of `shared/base/request.py` and the messages of `proto/sequence.proto`; nothing else knows both."""
 
 from __future__ import annotations
 
-from shared.errors import InvalidRequest
-from shared.request import FinishReason, Output, Request, SamplingParams, Token
+from shared.base.errors import InvalidRequest
+from shared.base.request import FinishReason, Output, Request, SamplingParams, Token
 from shared.rpc import control_pb2, sequence_pb2
 
 _TO_REASON = {

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
-from shared.errors import ConfigError
+from shared.base.errors import ConfigError
 
 T = TypeVar("T")
 

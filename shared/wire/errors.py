@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import grpc
 
-from shared import errors
-from shared.errors import TwostrokeError
+from shared.base import errors
+from shared.base.errors import TwostrokeError
 
 _PARAM_KEY = "twostroke-param"
 _BROKEN_WRITE = "Internal error from Core"  # grpc.aio's own words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.config import option, size_bytes
+from shared.options.config import option, size_bytes
 
 
 @dataclass(frozen=True, slots=True)

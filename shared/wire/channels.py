@@ -6,8 +6,8 @@ import asyncio
 from collections import OrderedDict
 from typing import Any
 
-from shared.grpc_serving import open_channel
-from shared.worker_config import TlsConfig
+from shared.options.worker import TlsConfig
+from shared.wire.serving import open_channel
 
 _MAX_CHANNELS = 256
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from shared.errors import InvalidRequest
+from shared.base.errors import InvalidRequest
 
 
 class Addressed(Protocol):

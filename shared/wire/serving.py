@@ -12,9 +12,9 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from shared.errors import ConfigError, Internal, InvalidRequest, TwostrokeError
-from shared.grpc_errors import status_of
-from shared.worker_config import TlsConfig
+from shared.base.errors import ConfigError, Internal, InvalidRequest, TwostrokeError
+from shared.options.worker import TlsConfig
+from shared.wire.errors import status_of
 
 log = logging.getLogger(__name__)
 

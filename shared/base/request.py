@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from shared.errors import InvalidRequest
+from shared.base.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_N = 128

@@ -17,7 +17,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.channels import Channels
+from shared.base.errors import InvalidRequest
+from shared.base.request import Request
+from shared.base.worker_info import Role, WorkerInfo
 from shared.engine import sizing
 from shared.engine.blocks import BlockManager
 from shared.engine.engine import Engine
@@ -25,17 +27,15 @@ from shared.engine.plan import Event
 from shared.engine.runner import ModelRunner, load_runner
 from shared.engine.scheduler import Scheduler
 from shared.engine.threads import compute_on_one_core, in_own_thread
-from shared.errors import InvalidRequest
-from shared.grpc_serving import Server
 from shared.index.registry import Registration
-from shared.malloc import keep_large_buffers
-from shared.readiness import notify_progress, notify_ready
-from shared.request import Request
+from shared.options.worker import WorkerConfig
+from shared.process.malloc import keep_large_buffers
+from shared.process.readiness import notify_progress, notify_ready
+from shared.process.telemetry import configure_logging, serve_metrics
 from shared.rpc import control_pb2, control_pb2_grpc
-from shared.streams import Streams
-from shared.telemetry import configure_logging, serve_metrics
-from shared.worker_config import WorkerConfig
-from shared.worker_info import Role, WorkerInfo
+from shared.wire.channels import Channels
+from shared.wire.serving import Server
+from shared.worker.streams import Streams
 
 log = logging.getLogger(__name__)
 
