@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from services.router.app import create_app
 from services.router.config import RouterConfig
-from services.router.dispatcher import Dispatcher
-from services.router.fleet import Fleet
-from services.router.tokenizer import ChatTokenizer
+from services.router.dispatch.dispatcher import Dispatcher
+from services.router.dispatch.fleet import Fleet
+from services.router.http.app import create_app
+from services.router.text.tokenizer import ChatTokenizer
 from services.router.torch_free import forbid_torch
 from shared.base.errors import ConfigError
 from shared.index.prefix_index import PrefixLookup

@@ -14,7 +14,7 @@
     └── Internal              ours
     ConfigError               bad flag or variable; ends the process with exit code 2
 
-A class carries its HTTP status and its gRPC status name; `shared/wire/errors.py` and `services/router/errors.py` are the
+A class carries its HTTP status and its gRPC status name; `shared/wire/errors.py` and `services/router/http/errors.py` are the
 only places that translate.
 """
 

@@ -21,7 +21,7 @@ from tests.chaos.report import Report
 from tests.chaos.site import Site
 
 _WARM_UP_REQUESTS = 60  # at once; at least as many as load and faults together have
-# As `services/router/generation.py` logs each failure that it also counts.
+# As `services/router/dispatch/generation.py` logs each failure that it also counts.
 _FAILURE_LINE = re.compile(r"WARNING +router request \S+: (decode|prefill) \S+: ")
 
 

@@ -18,9 +18,9 @@ import pytest
 import uvicorn
 from tokenizers import Tokenizer
 
-from services.router.app import create_app
 from services.router.config import RouterConfig
-from services.router.tokenizer import ChatTokenizer
+from services.router.http.app import create_app
+from services.router.text.tokenizer import ChatTokenizer
 from shared.base.errors import Overloaded, TwostrokeError, Unavailable
 from shared.base.request import FinishReason, Output, Request, Token
 from tests.support.tiny_tokenizer import EOS_ID, save_tiny_tokenizer

@@ -16,7 +16,7 @@ import torch
 from services.decode import __main__ as decode_main
 from services.prefill import __main__ as prefill_main
 from services.prefill import shipment
-from services.router import leg_metrics
+from services.router.dispatch import metrics as leg_metrics
 from shared.base.errors import (
     ConfigError,
     CorruptTransfer,

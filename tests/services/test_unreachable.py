@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.router import leg_metrics
+from services.router.dispatch import metrics as leg_metrics
 from shared.base.worker_info import Role
 from tests.support.cluster import cluster, prompt_of, request
 from tests.support.eventually import eventually

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from services.decode.__main__ import decode_services
 from services.prefill.__main__ import prefill_services
-from services.router.dispatcher import Dispatcher
-from services.router.fleet import Fleet
+from services.router.dispatch.dispatcher import Dispatcher
+from services.router.dispatch.fleet import Fleet
 from shared.base.request import Output, Request, SamplingParams
 from shared.base.worker_info import Role, WorkerInfo
 from shared.options.worker import TlsConfig, WorkerConfig

@@ -8,9 +8,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from services.router.choice import ChoiceText, Piece
-from services.router.stops import StopMatcher
-from services.router.tokenizer import ChatTokenizer, ModelFacts
+from services.router.text.choice import ChoiceText, Piece
+from services.router.text.stops import StopMatcher
+from services.router.text.tokenizer import ChatTokenizer, ModelFacts
 from shared.base.request import FinishReason, Token
 from tests.support.tiny_tokenizer import EOS_ID, tiny_tokenizer
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.placement import Placement, place
+from services.router.dispatch.placement import Placement, place
 from shared.base.errors import Unavailable
 from shared.base.worker_info import Load, Role, WorkerInfo
 

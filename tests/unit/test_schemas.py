@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from services.router import limits
-from services.router.errors import ContextLengthExceeded
-from services.router.messages import for_template
-from services.router.schemas import ChatBody, CompletionBody, parse
+from services.router.http import limits
+from services.router.http.errors import ContextLengthExceeded
+from services.router.http.messages import for_template
+from services.router.http.schemas import ChatBody, CompletionBody, parse
 from shared.base.errors import InvalidRequest
 from shared.base.request import SamplingParams
 from tests.support.tiny_tokenizer import save_tiny_tokenizer
@@ -169,12 +169,12 @@ def test_max_tokens_fits_the_context() -> None:
 def test_the_front_end_works_without_torch(tmp_path: Path) -> None:
     program = """
 import sys
-import services.router.app
+import services.router.http.app
 assert "torch" not in sys.modules, "importing the front end imports torch"
 assert "transformers" not in sys.modules, "importing the front end takes seconds"
 from services.router.torch_free import forbid_torch
 forbid_torch()
-from services.router.tokenizer import ChatTokenizer
+from services.router.text.tokenizer import ChatTokenizer
 tokenizer = ChatTokenizer.load(sys.argv[1])
 print(tokenizer.render_chat([{"role": "user", "content": "hi"}], True, {}), tokenizer.eos_token_ids, tokenizer.vocab_size)
 assert not [name for name in sys.modules if name.startswith("torch.")]

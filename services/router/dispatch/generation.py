@@ -20,9 +20,9 @@ from typing import Any
 
 import grpc
 
-from services.router import leg_metrics as metrics
-from services.router.fleet import Fleet
-from services.router.placement import Placement
+from services.router.dispatch import metrics
+from services.router.dispatch.fleet import Fleet
+from services.router.dispatch.placement import Placement
 from shared.base.errors import DeadlineExceeded, Internal, InvalidRequest, Overloaded, TwostrokeError, Unavailable
 from shared.base.request import Output, Request, choice_seed
 from shared.base.worker_info import WorkerInfo

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from services.router.backend import Backend
-from services.router.chat import ChatCompletions
-from services.router.completions import Completions
 from services.router.config import RouterConfig
-from services.router.errors import install_error_handlers
-from services.router.frontend import Frontend
-from services.router.middleware import BoundConcurrency, CheckKey, Measure
-from services.router.models import Models
-from services.router.probes import Probes
-from services.router.tokenizer import ChatTokenizer
-from services.router.tokens import Tokens
+from services.router.dispatch.backend import Backend
+from services.router.http.chat import ChatCompletions
+from services.router.http.completions import Completions
+from services.router.http.errors import install_error_handlers
+from services.router.http.frontend import Frontend
+from services.router.http.middleware import BoundConcurrency, CheckKey, Measure
+from services.router.http.models import Models
+from services.router.http.probes import Probes
+from services.router.http.tokens import Tokens
+from services.router.text.tokenizer import ChatTokenizer
 
 PROBE_PATHS = ("/health", "/ready", "/metrics")
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")

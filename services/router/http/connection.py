@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from services.router.errors import ClientGone
-from services.router.metrics import CLIENT_DISCONNECTS
+from services.router.http.errors import ClientGone
+from services.router.http.metrics import CLIENT_DISCONNECTS
 from shared.process.tasks import cancel_and_wait
 
 T = TypeVar("T")

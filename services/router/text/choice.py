@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.router.detokenizer import Detokenizer
-from services.router.stops import StopMatcher
+from services.router.text.detokenizer import Detokenizer
+from services.router.text.stops import StopMatcher
 from shared.base.request import FinishReason, Token
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.router.choice import ShownToken
-from services.router.tokenizer import ChatTokenizer
+from services.router.text.choice import ShownToken
+from services.router.text.tokenizer import ChatTokenizer
 
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 

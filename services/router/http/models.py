@@ -7,8 +7,8 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from services.router.frontend import Frontend
-from services.router.json_response import json_response
+from services.router.http.frontend import Frontend
+from services.router.http.json_response import json_response
 from shared.base.errors import Unavailable
 
 

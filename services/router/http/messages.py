@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.router.schemas import Message
+from services.router.http.schemas import Message
 from shared.base.errors import InvalidRequest
 
 

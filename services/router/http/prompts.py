@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from services.router import limits
-from services.router.tokenizer import ChatTokenizer
+from services.router.http import limits
+from services.router.text.tokenizer import ChatTokenizer
 from shared.base.errors import InvalidRequest
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from services.router.choice import Piece, ShownToken
-from services.router.frontend import Frontend, new_id
-from services.router.logprobs import LogprobWriter
-from services.router.messages import for_template
-from services.router.schemas import ChatBody
+from services.router.http.frontend import Frontend, new_id
+from services.router.http.messages import for_template
+from services.router.http.schemas import ChatBody
+from services.router.text.choice import Piece, ShownToken
+from services.router.text.logprobs import LogprobWriter
 from shared.base.request import FinishReason
 
 

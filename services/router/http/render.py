@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from services.router.choice import Piece, ShownToken
-from services.router.run import Run, Usage
-from services.router.sse import event
+from services.router.http.run import Run, Usage
+from services.router.http.sse import event
+from services.router.text.choice import Piece, ShownToken
 from shared.base.request import FinishReason
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from fastapi import Request
 
-from services.router.errors import BodyTimeout, ContextLengthExceeded, PayloadTooLarge
+from services.router.http.errors import BodyTimeout, ContextLengthExceeded, PayloadTooLarge
 from shared.base.errors import InvalidRequest
 
 MAX_FIELDS = 64  # of one object

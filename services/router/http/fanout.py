@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from services.router.backend import Generation
+from services.router.dispatch.backend import Generation
 from shared.base.request import Output
 from shared.process.tasks import cancel_and_wait
 

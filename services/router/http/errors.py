@@ -13,8 +13,8 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from services.router.json_response import json_response
-from services.router.metrics import CLIENT_DISCONNECTS
+from services.router.http.json_response import json_response
+from services.router.http.metrics import CLIENT_DISCONNECTS
 from shared.base.errors import Cancelled, Internal, InvalidRequest, NotFound, Overloaded, TwostrokeError, Unauthorized, Unavailable
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.router.errors import error_response
-from services.router.metrics import HTTP_REQUEST_SECONDS, HTTP_REQUESTS, REQUESTS_IN_FLIGHT, REQUESTS_REFUSED
+from services.router.http.errors import error_response
+from services.router.http.metrics import HTTP_REQUEST_SECONDS, HTTP_REQUESTS, REQUESTS_IN_FLIGHT, REQUESTS_REFUSED
 from shared.base.errors import Cancelled, Overloaded, Unauthorized
 
 

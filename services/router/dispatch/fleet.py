@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from services.router.placement import Placement, place
+from services.router.dispatch.placement import Placement, place
 from shared.base.block_hash import block_hashes, hash_seed
 from shared.base.errors import Unavailable
 from shared.base.request import Request

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from services.router.backend import Backend
-from services.router.errors import error_response
-from services.router.json_response import json_response
+from services.router.dispatch.backend import Backend
+from services.router.http.errors import error_response
+from services.router.http.json_response import json_response
 from shared.base.errors import Unavailable
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fastapi import Request, Response
 
-from services.router import limits
-from services.router.frontend import Frontend
-from services.router.json_response import json_response
-from services.router.messages import for_template
-from services.router.schemas import DetokenizeBody, TokenizeBody
+from services.router.http import limits
+from services.router.http.frontend import Frontend
+from services.router.http.json_response import json_response
+from services.router.http.messages import for_template
+from services.router.http.schemas import DetokenizeBody, TokenizeBody
 from shared.base.errors import InvalidRequest
 
 

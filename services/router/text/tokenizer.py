@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders
 
-from services.router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from services.router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from shared.base.errors import ConfigError, InvalidRequest
 
 # Shorter texts (about a millisecond) are tokenized at once: a thread costs more.

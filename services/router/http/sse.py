@@ -16,8 +16,8 @@ import orjson
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from services.router.connection import while_connected
-from services.router.errors import ClientGone, as_twostroke_error, error_body
+from services.router.http.connection import while_connected
+from services.router.http.errors import ClientGone, as_twostroke_error, error_body
 
 DONE = b"data: [DONE]\n\n"
 

@@ -10,9 +10,9 @@ import asyncio
 import logging
 import secrets
 
-from services.router.fleet import Fleet, can_pair
-from services.router.generation import Generation, LegFailed
-from services.router.placement import Placement
+from services.router.dispatch.fleet import Fleet, can_pair
+from services.router.dispatch.generation import Generation, LegFailed
+from services.router.dispatch.placement import Placement
 from shared.base.errors import TwostrokeError, Unavailable
 from shared.base.request import Request, SamplingParams
 from shared.base.worker_info import Role

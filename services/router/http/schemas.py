@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from services.router import limits
+from services.router.http import limits
 from shared.base.errors import InvalidRequest
 from shared.base.request import MAX_LOGPROBS, SamplingParams
 

@@ -12,16 +12,16 @@ from uuid import uuid4
 
 from fastapi import Request, Response
 
-from services.router import limits
-from services.router.backend import Backend
 from services.router.config import RouterConfig
-from services.router.connection import while_connected
-from services.router.json_response import json_response
-from services.router.render import Envelope, Writer, collect, stream
-from services.router.run import Run, TextOptions
-from services.router.schemas import Body, GenerationBody, parse
-from services.router.sse import EventStream
-from services.router.tokenizer import ChatTokenizer
+from services.router.dispatch.backend import Backend
+from services.router.http import limits
+from services.router.http.connection import while_connected
+from services.router.http.json_response import json_response
+from services.router.http.render import Envelope, Writer, collect, stream
+from services.router.http.run import Run, TextOptions
+from services.router.http.schemas import Body, GenerationBody, parse
+from services.router.http.sse import EventStream
+from services.router.text.tokenizer import ChatTokenizer
 from shared.base import request as engine
 from shared.base.errors import InvalidRequest, NotFound
 

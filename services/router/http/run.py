@@ -12,12 +12,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from services.router.backend import Backend, Generation
-from services.router.choice import ChoiceText, Piece
-from services.router.fanout import merge
-from services.router.metrics import CACHED_PROMPT_TOKENS, COMPLETION_TOKENS, PROMPT_TOKENS, TokenClock
-from services.router.stops import StopMatcher
-from services.router.tokenizer import ChatTokenizer
+from services.router.dispatch.backend import Backend, Generation
+from services.router.http.fanout import merge
+from services.router.http.metrics import CACHED_PROMPT_TOKENS, COMPLETION_TOKENS, PROMPT_TOKENS, TokenClock
+from services.router.text.choice import ChoiceText, Piece
+from services.router.text.stops import StopMatcher
+from services.router.text.tokenizer import ChatTokenizer
 from shared.base.errors import DeadlineExceeded, Internal
 from shared.base.request import Output, Request
 

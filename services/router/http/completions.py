@@ -8,11 +8,11 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from services.router.choice import Piece, ShownToken
-from services.router.frontend import Frontend, new_id
-from services.router.logprobs import LogprobWriter
-from services.router.prompts import read_prompts
-from services.router.schemas import CompletionBody
+from services.router.http.frontend import Frontend, new_id
+from services.router.http.prompts import read_prompts
+from services.router.http.schemas import CompletionBody
+from services.router.text.choice import Piece, ShownToken
+from services.router.text.logprobs import LogprobWriter
 from shared.base.errors import InvalidRequest
 from shared.base.request import FinishReason
 
