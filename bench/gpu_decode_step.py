@@ -11,10 +11,10 @@ from bench.gpu_kernels import Rows, fits
 from bench.gpu_timing import replay_seconds
 from shared.base.request import Request, SamplingParams
 from shared.base.worker_info import KvGeometry
-from shared.engine.decode_graphs import CudaCapture, DecodeGraphs
-from shared.engine.kv_pool import KvPool
-from shared.engine.plan import Plan, ScheduledSequence
-from shared.engine.sequence import Sequence
+from shared.engine.compute.decode_graphs import CudaCapture, DecodeGraphs
+from shared.engine.memory.kv_pool import KvPool
+from shared.engine.schedule.plan import Plan, ScheduledSequence
+from shared.engine.schedule.sequence import Sequence
 from shared.kernels.interface import SamplingBatch
 from shared.kernels.triton import TritonKernels
 from shared.models.config import ModelConfig, from_transformers

@@ -17,12 +17,12 @@ import torch
 from bench.gpu_decode_step import BLOCK_SIZE, DTYPE, MAX_MODEL_LEN, kv_pool, llama_3_8b, random_decoder, step_seconds
 from bench.gpu_kernels import Rows, fits
 from shared.base.request import Output, Request, SamplingParams
-from shared.engine.blocks import BlockManager
-from shared.engine.decode_graphs import CudaCapture, DecodeGraphs
+from shared.engine.compute.decode_graphs import CudaCapture, DecodeGraphs
+from shared.engine.compute.runner import ModelRunner
 from shared.engine.engine import Engine
-from shared.engine.plan import Event, Pending, Plan
-from shared.engine.runner import ModelRunner
-from shared.engine.scheduler import Scheduler
+from shared.engine.schedule.blocks import BlockManager
+from shared.engine.schedule.plan import Event, Pending, Plan
+from shared.engine.schedule.scheduler import Scheduler
 from shared.models.decoder import Decoder
 
 BATCH_SIZES = (1, 64, 256)

@@ -27,12 +27,12 @@ import torch
 from bench.report import write_json
 from shared.base.request import Request, SamplingParams, Token
 from shared.base.worker_info import KvGeometry
-from shared.engine.blocks import BlockManager
 from shared.engine.engine import Engine
-from shared.engine.kv_pool import KvPool
-from shared.engine.plan import Pending, Plan
-from shared.engine.pool_memory import SharedStorage, zeroed_storage
-from shared.engine.scheduler import Scheduler
+from shared.engine.memory.kv_pool import KvPool
+from shared.engine.memory.pool_memory import SharedStorage, zeroed_storage
+from shared.engine.schedule.blocks import BlockManager
+from shared.engine.schedule.plan import Pending, Plan
+from shared.engine.schedule.scheduler import Scheduler
 from shared.kernels.reference import ReferenceKernels
 from shared.options.config import option, parse_config, size_bytes
 from shared.options.worker import TlsConfig, WorkerConfig

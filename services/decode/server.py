@@ -16,7 +16,7 @@ from typing import Any
 from shared.base.errors import IncompatiblePeer, Unavailable
 from shared.base.request import Output, Request
 from shared.engine.engine import Engine
-from shared.engine.plan import Event, Failure
+from shared.engine.schedule.plan import Event, Failure
 from shared.rpc import control_pb2, control_pb2_grpc
 from shared.transfer.receiver import Receiver
 from shared.wire.conversions import output_to_wire, request_from_wire

@@ -16,7 +16,7 @@ from typing import Any
 from services.prefill.shipment import Shipment
 from shared.base.errors import InvalidRequest, Unavailable
 from shared.engine.engine import Engine
-from shared.engine.plan import Event
+from shared.engine.schedule.plan import Event
 from shared.rpc import control_pb2, control_pb2_grpc
 from shared.transfer.heads import HeadShard
 from shared.transfer.links import Links

@@ -14,8 +14,8 @@ from itertools import groupby
 from shared.base.errors import TwostrokeError
 from shared.base.request import Output, Token
 from shared.base.worker_info import KvGeometry
-from shared.engine.plan import Event, Failure, Progress
-from shared.engine.sequence import Sequence
+from shared.engine.schedule.plan import Event, Failure, Progress
+from shared.engine.schedule.sequence import Sequence
 from shared.rpc import control_pb2
 from shared.transfer import metrics
 from shared.transfer.sender import Sender

@@ -8,7 +8,7 @@ sleeps on the condition. Callers may be any threads; the listener is called on t
 step, also when the step only freed blocks.
 
 A runner that is asynchronous gets the next step before the engine waits for the one that it is computing, where the next one can be
-told already (`shared/engine/lookahead.py`). Then all that the host does for a step happens while the device computes another.
+told already (`shared/engine/schedule/lookahead.py`). Then all that the host does for a step happens while the device computes another.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from shared.base.errors import Internal, TwostrokeError, Unavailable
 from shared.base.request import Output, Request
 from shared.base.worker_info import Load
 from shared.engine import metrics
-from shared.engine.layer_progress import layer_progress
-from shared.engine.plan import Event, Failure, Pending, Plan, Progress, SampledToken
-from shared.engine.sampler import NotFiniteLogits
-from shared.engine.scheduler import Scheduler
-from shared.engine.sequence import Sequence as EngineSequence
+from shared.engine.compute.layer_progress import layer_progress
+from shared.engine.compute.sampler import NotFiniteLogits
+from shared.engine.schedule.plan import Event, Failure, Pending, Plan, Progress, SampledToken
+from shared.engine.schedule.scheduler import Scheduler
+from shared.engine.schedule.sequence import Sequence as EngineSequence
 from shared.engine.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ Listener = Callable[[Sequence[Event]], None]
 
 
 class Runner(Protocol):
-    """What executes plans, in order: `shared.engine.runner.ModelRunner`, or a fake."""
+    """What executes plans, in order: `shared.engine.compute.runner.ModelRunner`, or a fake."""
 
     @property
     def is_asynchronous(self) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from shared.engine.plan import Plan
-from shared.engine.scheduler import Scheduler
+from shared.engine.schedule.plan import Plan
+from shared.engine.schedule.scheduler import Scheduler
 from shared.process.telemetry import LATENCY_BUCKETS_S
 
 step_seconds = Histogram("twostroke_step_seconds", "Whole engine steps", buckets=LATENCY_BUCKETS_S)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shared.base.worker_info import KvGeometry
-from shared.engine.kv_pool import KvPool
+from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
 from shared.transfer.heads import PoolGroup
 from shared.transfer.interface import CUDA_IPC, LinkLost

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import torch
 
-from shared.engine.kv_pool import KvPool
+from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
 from shared.transfer.chunks import checksum_of, layers_of
 from shared.transfer.communicator import SENDER_RANK, Communicator, connect_store

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from shared.base.errors import CorruptTransfer
-from shared.engine.kv_pool import KvPool
+from shared.engine.memory.kv_pool import KvPool
 from shared.transfer.interface import Payload
 
 

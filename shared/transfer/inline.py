@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from shared.engine.kv_pool import KvPool
+from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
 from shared.transfer.chunks import checksum_of, layers_of
 from shared.transfer.interface import GRPC, Announce, Peer, Route

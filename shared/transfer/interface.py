@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from shared.base.errors import Unavailable
-from shared.engine.kv_pool import KvPool
+from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
 
 GRPC, SHM, CUDA_IPC, NCCL, GLOO = "grpc", "shm", "cuda-ipc", "nccl", "gloo"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from shared.base.errors import StaleTransfer
 from shared.base.worker_info import KvGeometry
-from shared.engine.kv_pool import KvPool
+from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
 from shared.transfer.chunks import layers_of
 from shared.transfer.heads import common_heads, slice_of

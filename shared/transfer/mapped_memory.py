@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shared.base.worker_info import KvGeometry
-from shared.engine.kv_pool import KvPool
+from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
 
 

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from shared.base.errors import CorruptTransfer, IncompatiblePeer, InvalidRequest, Overloaded, StaleTransfer
 from shared.base.request import Output, Request
 from shared.engine.engine import Engine
-from shared.engine.plan import SampledToken
-from shared.engine.sequence import Sequence as EngineSequence
+from shared.engine.schedule.plan import SampledToken
+from shared.engine.schedule.sequence import Sequence as EngineSequence
 from shared.rpc import kv_pb2
 from shared.transfer import metrics
 from shared.transfer.chunks import checksum_of, chunk_bytes

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from shared.base.errors import CorruptTransfer, InvalidRequest
-from shared.engine.plan import SampledToken
+from shared.engine.schedule.plan import SampledToken
 from shared.rpc import kv_pb2, kv_pb2_grpc, sequence_pb2
 from shared.transfer.group_host import GroupHost
 from shared.transfer.interface import GRPC, Route

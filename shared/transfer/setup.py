@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shared.base.errors import ConfigError
-from shared.engine.kv_pool import KvPool
+from shared.engine.memory.kv_pool import KvPool
 from shared.options.worker import WorkerConfig
 from shared.transfer.cuda_device import CudaDevice
 from shared.transfer.cuda_ipc import CudaExported, CudaMapper

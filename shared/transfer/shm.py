@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.base.worker_info import KvGeometry
-from shared.engine.kv_pool import KvPool
+from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
 from shared.transfer.heads import PoolGroup
 from shared.transfer.interface import SHM, LinkLost

@@ -20,12 +20,12 @@ from typing import Any
 from shared.base.errors import InvalidRequest
 from shared.base.request import Request
 from shared.base.worker_info import Role, WorkerInfo
-from shared.engine import sizing
-from shared.engine.blocks import BlockManager
+from shared.engine.compute.runner import ModelRunner, load_runner
 from shared.engine.engine import Engine
-from shared.engine.plan import Event
-from shared.engine.runner import ModelRunner, load_runner
-from shared.engine.scheduler import Scheduler
+from shared.engine.memory import sizing
+from shared.engine.schedule.blocks import BlockManager
+from shared.engine.schedule.plan import Event
+from shared.engine.schedule.scheduler import Scheduler
 from shared.engine.threads import compute_on_one_core, in_own_thread
 from shared.index.registry import Registration
 from shared.options.worker import WorkerConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from services.prefill.server import PrefillService
 from shared.base.worker_info import Role
-from shared.engine.kv_pool import KvPool
+from shared.engine.memory.kv_pool import KvPool
 from shared.options.config import parse_config
 from shared.options.worker import WorkerConfig
 from shared.rpc import control_pb2_grpc, kv_pb2

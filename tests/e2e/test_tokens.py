@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 
 from shared.base.request import Output, Request
 from shared.base.worker_info import Role
-from shared.engine.kv_pool import KvPool
-from shared.engine.plan import Plan, ScheduledSequence
-from shared.engine.runner import ModelRunner, load_runner
-from shared.engine.sequence import Sequence as EngineSequence
+from shared.engine.compute.runner import ModelRunner, load_runner
+from shared.engine.memory.kv_pool import KvPool
+from shared.engine.schedule.plan import Plan, ScheduledSequence
+from shared.engine.schedule.sequence import Sequence as EngineSequence
 from shared.models.fetch import fetch_default_model
 from shared.options.worker import WorkerConfig
 from tests.support.cluster import Cluster, cluster, collect_tokens, request

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from shared.engine.plan import Plan
-from shared.engine.runner import ModelRunner
-from shared.engine.sequence import Sequence
+from shared.engine.compute.runner import ModelRunner
+from shared.engine.schedule.plan import Plan
+from shared.engine.schedule.sequence import Sequence
 from tests.support.engine import VOCAB_SIZE, make_sequence, make_tiny_model, schedule, tiny_runner
 
 PROMPT_LENS = (1, 15, 16, 17, 60)

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from shared.base.request import Output, Request, SamplingParams
-from shared.engine.blocks import BlockManager
+from shared.engine.compute.runner import ModelRunner
 from shared.engine.engine import Engine
-from shared.engine.plan import Event, Pending, Plan
-from shared.engine.runner import ModelRunner
-from shared.engine.scheduler import Scheduler
+from shared.engine.schedule.blocks import BlockManager
+from shared.engine.schedule.plan import Event, Pending, Plan
+from shared.engine.schedule.scheduler import Scheduler
 from tests.support.engine import VOCAB_SIZE, make_tiny_model, tiny_runner
 
 NUM_REQUESTS, NUM_BLOCKS, MAX_NUM_SEQS = 40, 200, 12

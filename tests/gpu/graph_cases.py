@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from shared.engine.decode_graphs import CudaCapture
+from shared.engine.compute.decode_graphs import CudaCapture
 from shared.kernels.interface import AttentionBatch
 from shared.kernels.reference import ReferenceKernels
 from shared.kernels.triton import TritonKernels

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.engine.kv_pool import KvPool
-from shared.engine.pool_memory import zeroed_storage
+from shared.engine.memory.kv_pool import KvPool
+from shared.engine.memory.pool_memory import zeroed_storage
 from shared.kernels.reference import ReferenceKernels
 from shared.transfer.heads import PoolGroup
 from tests.support.eventually import eventually

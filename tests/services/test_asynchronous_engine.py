@@ -15,11 +15,11 @@ import pytest
 from shared.base.request import FinishReason, Output, Request
 from shared.base.worker_info import Role
 from shared.engine import metrics
-from shared.engine.blocks import BlockManager
+from shared.engine.compute.sampler import NotFiniteLogits
 from shared.engine.engine import Engine
-from shared.engine.plan import Event, Failure, Plan
-from shared.engine.sampler import NotFiniteLogits
-from shared.engine.scheduler import Scheduler
+from shared.engine.schedule.blocks import BlockManager
+from shared.engine.schedule.plan import Event, Failure, Plan
+from shared.engine.schedule.scheduler import Scheduler
 from tests.support.cluster import Cluster, cluster, prompt_of, request
 from tests.support.eventually import eventually
 from tests.support.fake_runner import FakeAsyncRunner, FakeRunner, expected_tokens

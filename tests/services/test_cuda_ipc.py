@@ -17,7 +17,7 @@ import torch
 
 from shared.base.errors import ConfigError, StaleTransfer, TwostrokeError, Unavailable
 from shared.base.worker_info import Role
-from shared.engine.kv_pool import KvPool
+from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
 from shared.transfer import metrics, setup
 from shared.transfer.heads import PoolGroup

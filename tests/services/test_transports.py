@@ -549,7 +549,7 @@ class TestLayers:
 
     @pytest.fixture(autouse=True)
     def _every_layer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("shared.engine.layer_progress._INTERVAL_S", 0.0)
+        monkeypatch.setattr("shared.engine.compute.layer_progress._INTERVAL_S", 0.0)
         monkeypatch.setattr(shipment, "_LEAST_EARLY_BYTES", 0)
 
     @pytest.mark.parametrize("length", [33, 64, 150])

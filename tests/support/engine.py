@@ -18,9 +18,9 @@ from transformers import (
 
 from shared.base.request import Request, SamplingParams
 from shared.base.worker_info import Role
-from shared.engine.plan import ScheduledSequence
-from shared.engine.runner import ModelRunner, load_runner
-from shared.engine.sequence import Sequence
+from shared.engine.compute.runner import ModelRunner, load_runner
+from shared.engine.schedule.plan import ScheduledSequence
+from shared.engine.schedule.sequence import Sequence
 from shared.options.worker import WorkerConfig
 
 VOCAB_SIZE = 199

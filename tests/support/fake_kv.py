@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Row
 
 from shared.base.request import FinishReason, Request, finish_reason
-from shared.engine.plan import Plan, SampledToken
-from shared.engine.sequence import Sequence
+from shared.engine.schedule.plan import Plan, SampledToken
+from shared.engine.schedule.sequence import Sequence
 from tests.support.launched import Launched, Work
 
 VOCABULARY = 12

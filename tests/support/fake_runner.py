@@ -16,8 +16,8 @@ import torch
 
 from shared.base.request import choice_seed
 from shared.base.worker_info import KvGeometry
-from shared.engine.kv_pool import KvPool
-from shared.engine.plan import Pending, Plan, SampledToken
+from shared.engine.memory.kv_pool import KvPool
+from shared.engine.schedule.plan import Pending, Plan, SampledToken
 from shared.kernels.reference import ReferenceKernels
 from tests.support.launched import Launched, Work
 

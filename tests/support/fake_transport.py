@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from enum import Enum, auto
 
 from shared.base.errors import StaleTransfer
-from shared.engine.kv_pool import KvPool
+from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
 from shared.transfer.chunks import layers_of
 from shared.transfer.interface import Announce, LinkLost, Peer, Route

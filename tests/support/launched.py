@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.engine.plan import Plan, SampledToken, ScheduledSequence
+from shared.engine.schedule.plan import Plan, SampledToken, ScheduledSequence
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 
 from shared.base.request import Token
 from shared.base.worker_info import KvGeometry, Role
-from shared.engine.kv_pool import KvPool
-from shared.engine.pool_memory import SharedStorage
+from shared.engine.memory.kv_pool import KvPool
+from shared.engine.memory.pool_memory import SharedStorage
 from shared.kernels.reference import ReferenceKernels
 from shared.options.worker import TlsConfig, WorkerConfig
 from shared.rpc import control_pb2, kv_pb2_grpc

@@ -15,7 +15,7 @@ import sys
 import torch
 
 from shared.base.errors import TwostrokeError
-from shared.engine.kv_pool import KvPool
+from shared.engine.memory.kv_pool import KvPool
 from shared.kernels.reference import ReferenceKernels
 from shared.options.worker import TlsConfig, WorkerConfig
 from shared.rpc import control_pb2, kv_pb2

@@ -6,8 +6,8 @@ import pytest
 
 from shared.base.block_hash import block_hashes, hash_seed
 from shared.base.request import Request, SamplingParams
-from shared.engine.blocks import BlockManager
-from shared.engine.sequence import Sequence
+from shared.engine.schedule.blocks import BlockManager
+from shared.engine.schedule.sequence import Sequence
 
 BLOCK_SIZE = 4
 SEED = hash_seed("digest")

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from shared.base.request import Output, Request, SamplingParams
-from shared.engine.batch import known_token_ids
-from shared.engine.blocks import BlockManager
-from shared.engine.decode_graphs import DecodeGraphs, ladder
-from shared.engine.kv_pool import KvPool
-from shared.engine.plan import Plan
-from shared.engine.runner import ModelRunner
-from shared.engine.scheduler import Scheduler
-from shared.engine.sequence import Sequence
+from shared.engine.compute.batch import known_token_ids
+from shared.engine.compute.decode_graphs import DecodeGraphs, ladder
+from shared.engine.compute.runner import ModelRunner
+from shared.engine.memory.kv_pool import KvPool
+from shared.engine.schedule.blocks import BlockManager
+from shared.engine.schedule.plan import Plan
+from shared.engine.schedule.scheduler import Scheduler
+from shared.engine.schedule.sequence import Sequence
 from tests.support.engine import VOCAB_SIZE, make_sequence, make_tiny_model, schedule, tiny_runner
 from tests.support.recording import record
 

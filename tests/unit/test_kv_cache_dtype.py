@@ -11,12 +11,12 @@ from torch import Tensor
 
 from shared.base.errors import ConfigError
 from shared.base.worker_info import KvGeometry
-from shared.engine import sizing
-from shared.engine.batch import build_batch, known_token_ids
-from shared.engine.kv_pool import KvPool
-from shared.engine.plan import Plan
-from shared.engine.runner import ModelRunner
-from shared.engine.sampler import NotFiniteLogits
+from shared.engine.compute.batch import build_batch, known_token_ids
+from shared.engine.compute.runner import ModelRunner
+from shared.engine.compute.sampler import NotFiniteLogits
+from shared.engine.memory import sizing
+from shared.engine.memory.kv_pool import KvPool
+from shared.engine.schedule.plan import Plan
 from shared.kernels.interface import AttentionBatch
 from shared.kernels.kv_layout import LARGEST_STORED, SMALLEST_SCALE
 from shared.kernels.reference import ReferenceKernels, quantize

@@ -9,9 +9,9 @@ import torch
 
 from shared.base.errors import ConfigError, CorruptTransfer
 from shared.base.worker_info import KvGeometry, Role
-from shared.engine import sizing
-from shared.engine.host_memory import available_memory_bytes
-from shared.engine.kv_pool import KvPool
+from shared.engine.memory import sizing
+from shared.engine.memory.kv_pool import KvPool
+from shared.engine.memory.main_memory import available_memory_bytes
 from shared.kernels.reference import ReferenceKernels
 from shared.options.worker import WorkerConfig
 from tests.support.engine import make_tiny_model, tiny_runner

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.engine import layer_progress as module
-from shared.engine.layer_progress import layer_progress
-from shared.engine.plan import Event, Plan, Progress, ScheduledSequence
-from shared.engine.sequence import Sequence as EngineSequence
+from shared.engine.compute import layer_progress as module
+from shared.engine.compute.layer_progress import layer_progress
+from shared.engine.schedule.plan import Event, Plan, Progress, ScheduledSequence
+from shared.engine.schedule.sequence import Sequence as EngineSequence
 from tests.support.cluster import prompt_of, request
 from tests.support.engine import VOCAB_SIZE, make_sequence, make_tiny_model, schedule, tiny_runner
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from shared.base.request import FinishReason, Output, Request, SamplingParams
-from shared.engine.blocks import BlockManager
-from shared.engine.plan import Plan, SampledToken
-from shared.engine.scheduler import Scheduler
-from shared.engine.sequence import Sequence, Status
+from shared.engine.schedule.blocks import BlockManager
+from shared.engine.schedule.plan import Plan, SampledToken
+from shared.engine.schedule.scheduler import Scheduler
+from shared.engine.schedule.sequence import Sequence, Status
 
 BLOCK_SIZE = 4
 STOP, OTHER = 2, 7

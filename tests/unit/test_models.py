@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import GPT2Config, LlamaConfig, PreTrainedModel
 
 from shared.base.errors import ConfigError
-from shared.engine.batch import build_batch, known_token_ids
-from shared.engine.plan import Plan
-from shared.engine.runner import ModelRunner
-from shared.engine.sequence import Sequence
+from shared.engine.compute.batch import build_batch, known_token_ids
+from shared.engine.compute.runner import ModelRunner
+from shared.engine.schedule.plan import Plan
+from shared.engine.schedule.sequence import Sequence
 from shared.models.checkpoint import open_checkpoint
 from shared.models.config import from_transformers, read_config
 from shared.models.digest import weights_digest

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shared.base.errors import CorruptTransfer
 from shared.base.worker_info import KvGeometry
-from shared.engine.kv_pool import KvPool
+from shared.engine.memory.kv_pool import KvPool
 from shared.kernels.reference import ReferenceKernels
 from shared.transfer.heads import HeadShard, PoolGroup
 

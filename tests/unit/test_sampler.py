@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from shared.base.request import Request, SamplingParams, choice_seed
-from shared.engine.penalties import adjust_logits
-from shared.engine.plan import SampledToken, ScheduledSequence
-from shared.engine.sampler import NotFiniteLogits, Sampler
-from shared.engine.sequence import Sequence
-from shared.engine.uniform import uniforms
+from shared.engine.compute.penalties import adjust_logits
+from shared.engine.compute.sampler import NotFiniteLogits, Sampler
+from shared.engine.compute.uniform import uniforms
+from shared.engine.schedule.plan import SampledToken, ScheduledSequence
+from shared.engine.schedule.sequence import Sequence
 from shared.kernels.reference import ReferenceKernels
 
 VOCAB_SIZE = 40

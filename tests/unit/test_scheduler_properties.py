@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from shared.base.block_hash import block_hashes, hash_seed
 from shared.base.request import FinishReason, Output, Request, SamplingParams
-from shared.engine.blocks import BlockManager
-from shared.engine.plan import Event, Plan, Progress, SampledToken
-from shared.engine.scheduler import Scheduler
-from shared.engine.sequence import Sequence, Status
+from shared.engine.schedule.blocks import BlockManager
+from shared.engine.schedule.plan import Event, Plan, Progress, SampledToken
+from shared.engine.schedule.scheduler import Scheduler
+from shared.engine.schedule.sequence import Sequence, Status
 from tests.support.fake_kv import FakeModel, first_tokens, solo_outputs
 
 NUM_REQUESTS = 14

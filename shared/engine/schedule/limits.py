@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.base.errors import ConfigError, InvalidRequest
-from shared.engine.sequence import Sequence
+from shared.engine.schedule.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

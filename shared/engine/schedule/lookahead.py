@@ -18,8 +18,8 @@ Whether the scheduler has something better to do with the next step is its own a
 from __future__ import annotations
 
 from shared.base.request import is_last
-from shared.engine.plan import Plan, ScheduledSequence
-from shared.engine.sequence import Status
+from shared.engine.schedule.plan import Plan, ScheduledSequence
+from shared.engine.schedule.sequence import Status
 
 
 def plan_ahead(plan: Plan, max_model_len: int) -> Plan | None:

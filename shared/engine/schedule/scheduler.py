@@ -20,7 +20,7 @@ the oldest. Blocks that are held or reserved are the exception: they come back w
 which is their owner's duty. No reservation takes what the head of the queue needs, so what comes back goes there.
 
 Between `schedule` and `update` every other method may be called. Meanwhile `schedule_ahead` may plan one step more (see
-`shared/engine/lookahead.py`). Blocks of a plan in flight are freed by the `update` of the last plan that has them, not before: a
+`shared/engine/schedule/lookahead.py`). Blocks of a plan in flight are freed by the `update` of the last plan that has them, not before: a
 step that was launched ahead for a sequence that has ended still writes to them.
 """
 
@@ -32,11 +32,11 @@ from collections.abc import Iterator
 from shared.base.block_hash import hash_seed
 from shared.base.errors import CorruptTransfer, InvalidRequest, StaleTransfer
 from shared.base.request import FinishReason, Output, Request, Token, finish_reason
-from shared.engine.blocks import BlockManager
-from shared.engine.limits import Limits
-from shared.engine.lookahead import plan_ahead
-from shared.engine.plan import Event, Plan, Progress, SampledToken, ScheduledSequence
-from shared.engine.sequence import Sequence, Status
+from shared.engine.schedule.blocks import BlockManager
+from shared.engine.schedule.limits import Limits
+from shared.engine.schedule.lookahead import plan_ahead
+from shared.engine.schedule.plan import Event, Plan, Progress, SampledToken, ScheduledSequence
+from shared.engine.schedule.sequence import Sequence, Status
 
 MAX_SPARE_BLOCKS = 64  # enough that growth rarely preempts, little enough not to matter in a real pool
 

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shared.engine.plan import Plan
-from shared.engine.staging import to_device
+from shared.engine.compute.staging import to_device
+from shared.engine.schedule.plan import Plan
 from shared.kernels.interface import AttentionBatch
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from shared.engine.plan import Event, Plan, Progress, ScheduledSequence
+from shared.engine.schedule.plan import Event, Plan, Progress, ScheduledSequence
 
 _INTERVAL_S = 0.005  # a report wakes another thread, which takes the interpreter from this one
 

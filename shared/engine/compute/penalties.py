@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shared.engine.plan import ScheduledSequence
-from shared.engine.staging import to_device
+from shared.engine.compute.staging import to_device
+from shared.engine.schedule.plan import ScheduledSequence
 
 
 def needs_adjusting(scheduled: ScheduledSequence) -> bool:

@@ -25,10 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shared.engine.batch import lay_out
-from shared.engine.kv_pool import KvPool
-from shared.engine.plan import Plan
-from shared.engine.staging import copy_in
+from shared.engine.compute.batch import lay_out
+from shared.engine.compute.staging import copy_in
+from shared.engine.memory.kv_pool import KvPool
+from shared.engine.schedule.plan import Plan
 from shared.kernels.interface import AttentionBatch
 from shared.models.decoder import Decoder
 from shared.process.readiness import notify_progress

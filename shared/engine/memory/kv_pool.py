@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shared.base.errors import CorruptTransfer
 from shared.base.worker_info import KvGeometry
-from shared.engine.pool_memory import SharedStorage, Storage, zeroed_storage
+from shared.engine.memory.pool_memory import SharedStorage, Storage, zeroed_storage
 from shared.kernels.interface import Kernels
 from shared.kernels.kv_layout import KvLayer, typed_views
 from shared.models.dtype import KV_DTYPES

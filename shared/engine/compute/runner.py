@@ -21,15 +21,15 @@ from torch import Tensor
 from shared.base.errors import ConfigError
 from shared.base.request import Request, SamplingParams
 from shared.base.worker_info import KvGeometry, Role
-from shared.engine import sizing
-from shared.engine.batch import build_batch, known_token_ids
-from shared.engine.decode_graphs import DecodeGraphs, capture_ladder, graphs_bytes
-from shared.engine.kv_pool import KvPool
-from shared.engine.plan import Plan, SampledToken, ScheduledSequence
-from shared.engine.pool_memory import SharedStorage, Storage, zeroed_storage
-from shared.engine.sampler import Sampler, Samples
-from shared.engine.sequence import Sequence
-from shared.engine.staging import to_device
+from shared.engine.compute.batch import build_batch, known_token_ids
+from shared.engine.compute.decode_graphs import DecodeGraphs, capture_ladder, graphs_bytes
+from shared.engine.compute.sampler import Sampler, Samples
+from shared.engine.compute.staging import to_device
+from shared.engine.memory import sizing
+from shared.engine.memory.kv_pool import KvPool
+from shared.engine.memory.pool_memory import SharedStorage, Storage, zeroed_storage
+from shared.engine.schedule.plan import Plan, SampledToken, ScheduledSequence
+from shared.engine.schedule.sequence import Sequence
 from shared.kernels import load_kernels
 from shared.models.checkpoint import open_checkpoint
 from shared.models.config import read_config

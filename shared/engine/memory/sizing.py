@@ -7,7 +7,7 @@ import torch
 
 from shared.base.errors import ConfigError
 from shared.base.worker_info import KvGeometry, Role
-from shared.engine.host_memory import available_memory_bytes
+from shared.engine.memory.main_memory import available_memory_bytes
 from shared.options.worker import WorkerConfig
 
 _PREFILL_STEP_TOKENS = 2048

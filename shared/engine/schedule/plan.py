@@ -11,7 +11,7 @@ from typing import Protocol
 
 from shared.base.errors import TwostrokeError
 from shared.base.request import Output
-from shared.engine.sequence import Sequence
+from shared.engine.schedule.sequence import Sequence
 
 
 @dataclass(slots=True)

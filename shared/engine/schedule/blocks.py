@@ -18,8 +18,8 @@ from collections import Counter, abc
 from collections.abc import Iterable
 
 from shared.base.block_hash import next_hash
-from shared.engine.prefix_cache import PrefixCache
-from shared.engine.sequence import Sequence
+from shared.engine.schedule.prefix_cache import PrefixCache
+from shared.engine.schedule.sequence import Sequence
 
 
 class BlockManager:

@@ -1,7 +1,7 @@
 """From logits to tokens.
 
     1  log-probabilities of the raw logits, for rows that ask
-    2  penalties, bias, masks                         (shared/engine/penalties.py)
+    2  penalties, bias, masks                         (shared/engine/compute/penalties.py)
     3  repeat rows of sequences that fork into n outputs
     4  temperature, filters, draw                     (Kernels.sample, with counter-based numbers)
 
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from shared.base.errors import Internal
 from shared.base.request import choice_seed
-from shared.engine.penalties import adjust_logits, needs_adjusting
-from shared.engine.plan import SampledToken, ScheduledSequence
-from shared.engine.staging import Fence, to_device, to_host
-from shared.engine.uniform import uniforms
+from shared.engine.compute.penalties import adjust_logits, needs_adjusting
+from shared.engine.compute.staging import Fence, to_device, to_host
+from shared.engine.compute.uniform import uniforms
+from shared.engine.schedule.plan import SampledToken, ScheduledSequence
 from shared.kernels.interface import Kernels, SamplingBatch
 
 
