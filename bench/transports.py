@@ -38,14 +38,14 @@ from shared.options.config import option, parse_config, size_bytes
 from shared.options.worker import TlsConfig, WorkerConfig
 from shared.process.malloc import keep_large_buffers
 from shared.rpc import control_pb2, kv_pb2_grpc
-from shared.transfer.heads import HeadShard, PoolGroup
-from shared.transfer.hosts import Hosts
-from shared.transfer.inline import MAX_CHUNK_BYTES, InlineHost
-from shared.transfer.interface import GRPC
-from shared.transfer.receiver import Receiver
-from shared.transfer.sender import Sender
-from shared.transfer.service import KvTransferService
-from shared.transfer.setup import make_hosts, make_links
+from shared.transfer.handoff.offers import Hosts
+from shared.transfer.handoff.receiver import Receiver
+from shared.transfer.handoff.sender import Sender
+from shared.transfer.handoff.service import KvTransferService
+from shared.transfer.handoff.setup import make_hosts, make_links
+from shared.transfer.transports.grpc import MAX_CHUNK_BYTES, InlineHost
+from shared.transfer.transports.heads import HeadShard, PoolGroup
+from shared.transfer.transports.interface import GRPC
 from shared.wire.channels import Channels
 from shared.wire.serving import Server
 

@@ -10,10 +10,10 @@ from services.decode.server import DecodeService
 from shared.base.worker_info import Role
 from shared.options.config import parse_config
 from shared.rpc import control_pb2_grpc, kv_pb2_grpc
-from shared.transfer.heads import PoolGroup
-from shared.transfer.receiver import Receiver
-from shared.transfer.service import KvTransferService
-from shared.transfer.setup import make_hosts
+from shared.transfer.handoff.receiver import Receiver
+from shared.transfer.handoff.service import KvTransferService
+from shared.transfer.handoff.setup import make_hosts
+from shared.transfer.transports.heads import PoolGroup
 from shared.worker.worker import Service, Worker, run_worker
 
 

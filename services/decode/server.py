@@ -18,7 +18,7 @@ from shared.base.request import Output, Request
 from shared.engine.engine import Engine
 from shared.engine.schedule.plan import Event, Failure
 from shared.rpc import control_pb2, control_pb2_grpc
-from shared.transfer.receiver import Receiver
+from shared.transfer.handoff.receiver import Receiver
 from shared.wire.conversions import output_to_wire, request_from_wire
 from shared.worker.streams import Streams
 from shared.worker.worker import Worker

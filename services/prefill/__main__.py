@@ -10,7 +10,7 @@ from shared.base.worker_info import Role
 from shared.options.config import parse_config
 from shared.options.worker import WorkerConfig
 from shared.rpc import control_pb2_grpc
-from shared.transfer.setup import make_links
+from shared.transfer.handoff.setup import make_links
 from shared.worker.worker import Service, Worker, run_worker
 
 

@@ -18,9 +18,9 @@ from shared.base.errors import InvalidRequest, Unavailable
 from shared.engine.engine import Engine
 from shared.engine.schedule.plan import Event
 from shared.rpc import control_pb2, control_pb2_grpc
-from shared.transfer.heads import HeadShard
-from shared.transfer.links import Links
-from shared.transfer.sender import Sender
+from shared.transfer.handoff.links import Links
+from shared.transfer.handoff.sender import Sender
+from shared.transfer.transports.heads import HeadShard
 from shared.wire.channels import Channels
 from shared.wire.conversions import request_from_wire
 from shared.worker.streams import Streams

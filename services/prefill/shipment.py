@@ -17,8 +17,8 @@ from shared.base.worker_info import KvGeometry
 from shared.engine.schedule.plan import Event, Failure, Progress
 from shared.engine.schedule.sequence import Sequence
 from shared.rpc import control_pb2
-from shared.transfer import metrics
-from shared.transfer.sender import Sender
+from shared.transfer.handoff import metrics
+from shared.transfer.handoff.sender import Sender
 
 _LEAST_EARLY_BYTES = 1024 * 1024  # some layers that are less than this are not worth a message while the others are computed
 

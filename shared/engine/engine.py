@@ -8,7 +8,7 @@ sleeps on the condition. Callers may be any threads; the listener is called on t
 step, also when the step only freed blocks.
 
 A runner that is asynchronous gets the next step before the engine waits for the one that it is computing, where the next one can be
-told already (`shared/engine/schedule/lookahead.py`). Then all that the host does for a step happens while the device computes another.
+told already (`shared/engine/schedule/lookahead.py`). Then the host works on one step while the device computes another.
 """
 
 from __future__ import annotations

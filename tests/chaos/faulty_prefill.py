@@ -17,9 +17,9 @@ from shared.engine.memory.kv_pool import KvPool
 from shared.options.config import parse_config
 from shared.options.worker import WorkerConfig
 from shared.rpc import control_pb2_grpc, kv_pb2
-from shared.transfer.inline import InlineConnector, InlineLink, InlineWriter
-from shared.transfer.interface import Announce, Peer
-from shared.transfer.links import Links
+from shared.transfer.handoff.links import Links
+from shared.transfer.transports.grpc import InlineConnector, InlineLink, InlineWriter
+from shared.transfer.transports.interface import Announce, Peer
 from shared.worker.worker import Service, Worker, run_worker
 from tests.chaos.chunk_fault import CHUNKS_FILE_VARIABLE, ChunkFault
 

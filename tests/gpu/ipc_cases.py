@@ -11,7 +11,7 @@ import torch
 from shared.engine.memory.kv_pool import KvPool
 from shared.engine.memory.pool_memory import zeroed_storage
 from shared.kernels.reference import ReferenceKernels
-from shared.transfer.heads import PoolGroup
+from shared.transfer.transports.heads import PoolGroup
 from tests.support.eventually import eventually
 from tests.support.fake_runner import GEOMETRY
 from tests.support.pair import Pair, answer, ask, pair, random_pool, sender_process

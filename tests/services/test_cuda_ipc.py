@@ -19,15 +19,15 @@ from shared.base.errors import ConfigError, StaleTransfer, TwostrokeError, Unava
 from shared.base.worker_info import Role
 from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
-from shared.transfer import metrics, setup
-from shared.transfer.heads import PoolGroup
-from shared.transfer.inline import InlineConnector
-from shared.transfer.interface import LinkLost, Peer, Route
-from shared.transfer.links import Links
-from shared.transfer.mapped_host import MappedHost
-from shared.transfer.pool_socket import GOODBYE, ProcessEnd, pack_ticket, receive_greeting
-from shared.transfer.sender import Sender
-from shared.transfer.setup import make_hosts, make_links
+from shared.transfer.handoff import metrics, setup
+from shared.transfer.handoff.links import Links
+from shared.transfer.handoff.sender import Sender
+from shared.transfer.handoff.setup import make_hosts, make_links
+from shared.transfer.transports.grpc import InlineConnector
+from shared.transfer.transports.heads import PoolGroup
+from shared.transfer.transports.interface import LinkLost, Peer, Route
+from shared.transfer.transports.mapped.receiver import MappedHost
+from shared.transfer.transports.mapped.socket import GOODBYE, ProcessEnd, pack_ticket, receive_greeting
 from tests.support.eventually import eventually
 from tests.support.fake_device import FakeDevice, fake_cuda_connector, fake_cuda_host
 from tests.support.fake_runner import GEOMETRY

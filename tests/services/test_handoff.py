@@ -10,8 +10,8 @@ import xxhash
 from shared.base.errors import CorruptTransfer, IncompatiblePeer, InvalidRequest, Overloaded, StaleTransfer
 from shared.base.worker_info import Role
 from shared.rpc import kv_pb2
-from shared.transfer.heads import PoolGroup
-from shared.transfer.receiver import Receiver
+from shared.transfer.handoff.receiver import Receiver
+from shared.transfer.transports.heads import PoolGroup
 from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
 from tests.support.eventually import eventually
 from tests.support.fake_runner import GEOMETRY, expected_tokens

@@ -9,8 +9,8 @@ import torch
 
 from shared.base.errors import CorruptTransfer
 from shared.base.request import Token
-from shared.transfer.interface import GRPC, SHM
-from shared.transfer.setup import make_hosts
+from shared.transfer.handoff.setup import make_hosts
+from shared.transfer.transports.interface import GRPC, SHM
 from tests.support.fake_runner import GEOMETRY
 from tests.support.pair import PAIR_TRANSPORTS, all_heads, config_of, empty_group, finish, pair, split_pool
 

@@ -29,14 +29,14 @@ from shared.base.errors import (
 from shared.base.request import Token
 from shared.base.worker_info import Role
 from shared.options.worker import WorkerConfig
-from shared.transfer import metrics
-from shared.transfer.heads import PoolGroup
-from shared.transfer.hosts import Hosts
-from shared.transfer.inline import InlineConnector
-from shared.transfer.interface import Connector, LinkLost
-from shared.transfer.links import Links
-from shared.transfer.pool_socket import listen_privately
-from shared.transfer.setup import make_hosts, make_links
+from shared.transfer.handoff import metrics
+from shared.transfer.handoff.links import Links
+from shared.transfer.handoff.offers import Hosts
+from shared.transfer.handoff.setup import make_hosts, make_links
+from shared.transfer.transports.grpc import InlineConnector
+from shared.transfer.transports.heads import PoolGroup
+from shared.transfer.transports.interface import Connector, LinkLost
+from shared.transfer.transports.mapped.socket import listen_privately
 from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
 from tests.support.eventually import eventually
 from tests.support.fake_runner import GEOMETRY, expected_tokens
@@ -372,7 +372,7 @@ class TestFence:
             await both.is_baseline()
 
     async def test_next_attempt_waits_for_the_fence_and_gives_up_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("shared.transfer.receiver._FENCE_TIMEOUT_S", 0.1)
+        monkeypatch.setattr("shared.transfer.handoff.receiver._FENCE_TIMEOUT_S", 0.1)
         wire = FakeWire()
         async with pair("grpc", wire) as both:
             both.expect(100)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from shared.base.worker_info import KvGeometry
 from shared.rpc import kv_pb2
-from shared.transfer.cuda_ipc import CudaExported, CudaMapper
-from shared.transfer.heads import PoolGroup
-from shared.transfer.mapped_host import MappedHost
-from shared.transfer.mapped_link import MappedConnector
-from shared.transfer.mapped_memory import Copy
+from shared.transfer.transports.heads import PoolGroup
+from shared.transfer.transports.mapped.cuda_ipc import CudaExported, CudaMapper
+from shared.transfer.transports.mapped.link import MappedConnector
+from shared.transfer.transports.mapped.memory import Copy
+from shared.transfer.transports.mapped.receiver import MappedHost
 
 
 class FakeDevice:

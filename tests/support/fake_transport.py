@@ -15,8 +15,8 @@ from enum import Enum, auto
 from shared.base.errors import StaleTransfer
 from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
-from shared.transfer.chunks import layers_of
-from shared.transfer.interface import Announce, LinkLost, Peer, Route
+from shared.transfer.transports.chunks import layers_of
+from shared.transfer.transports.interface import Announce, LinkLost, Peer, Route
 
 NAME = "fake"
 MAX_CHUNK_BYTES = 4096

@@ -19,14 +19,14 @@ from shared.engine.memory.pool_memory import SharedStorage
 from shared.kernels.reference import ReferenceKernels
 from shared.options.worker import TlsConfig, WorkerConfig
 from shared.rpc import control_pb2, kv_pb2_grpc
-from shared.transfer import metrics
-from shared.transfer.heads import HeadShard, PoolGroup
-from shared.transfer.hosts import Hosts
-from shared.transfer.links import Links
-from shared.transfer.receiver import Receiver
-from shared.transfer.sender import Sender
-from shared.transfer.service import KvTransferService
-from shared.transfer.setup import make_hosts, make_links
+from shared.transfer.handoff import metrics
+from shared.transfer.handoff.links import Links
+from shared.transfer.handoff.offers import Hosts
+from shared.transfer.handoff.receiver import Receiver
+from shared.transfer.handoff.sender import Sender
+from shared.transfer.handoff.service import KvTransferService
+from shared.transfer.handoff.setup import make_hosts, make_links
+from shared.transfer.transports.heads import HeadShard, PoolGroup
 from shared.wire.channels import Channels
 from tests.support.cluster import FakeWorker, prompt_of, request
 from tests.support.eventually import eventually

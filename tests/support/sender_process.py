@@ -19,11 +19,11 @@ from shared.engine.memory.kv_pool import KvPool
 from shared.kernels.reference import ReferenceKernels
 from shared.options.worker import TlsConfig, WorkerConfig
 from shared.rpc import control_pb2, kv_pb2
-from shared.transfer.heads import HeadShard
-from shared.transfer.interface import CUDA_IPC
-from shared.transfer.links import Links
-from shared.transfer.sender import Sender
-from shared.transfer.setup import make_links
+from shared.transfer.handoff.links import Links
+from shared.transfer.handoff.sender import Sender
+from shared.transfer.handoff.setup import make_links
+from shared.transfer.transports.heads import HeadShard
+from shared.transfer.transports.interface import CUDA_IPC
 from shared.wire.channels import Channels
 from tests.support.fake_device import fake_cuda_connector
 from tests.support.fake_runner import GEOMETRY

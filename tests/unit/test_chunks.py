@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.transfer.chunks import cut
+from shared.transfer.transports.chunks import cut
 
 
 @given(st.integers(0, 20), st.integers(0, 5), st.integers(1, 9), st.integers(1, 100), st.integers(1, 2000))

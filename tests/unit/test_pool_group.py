@@ -15,7 +15,7 @@ from shared.base.errors import CorruptTransfer
 from shared.base.worker_info import KvGeometry
 from shared.engine.memory.kv_pool import KvPool
 from shared.kernels.reference import ReferenceKernels
-from shared.transfer.heads import HeadShard, PoolGroup
+from shared.transfer.transports.heads import HeadShard, PoolGroup
 
 NUM_HEADS, NUM_BLOCKS = 6, 5
 GEOMETRY = KvGeometry("digest", "bfloat16", num_layers=3, num_kv_heads=NUM_HEADS, head_dim=4, block_size=8, kv_dtype="bfloat16")

@@ -19,9 +19,9 @@ is preempted. So the oldest running sequence keeps its blocks and advances in ev
 the oldest. Blocks that are held or reserved are the exception: they come back when their transfer ends or its deadline passes,
 which is their owner's duty. No reservation takes what the head of the queue needs, so what comes back goes there.
 
-Between `schedule` and `update` every other method may be called. Meanwhile `schedule_ahead` may plan one step more (see
-`shared/engine/schedule/lookahead.py`). Blocks of a plan in flight are freed by the `update` of the last plan that has them, not before: a
-step that was launched ahead for a sequence that has ended still writes to them.
+Between `schedule` and `update` every other method may be called. Meanwhile `schedule_ahead` may plan one step more
+(`shared/engine/schedule/lookahead.py`). Blocks of a plan in flight are freed by the `update` of the last plan that has them, not
+before: a step that was launched ahead for a sequence that has ended still writes to them.
 """
 
 from __future__ import annotations

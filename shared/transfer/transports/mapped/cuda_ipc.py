@@ -18,9 +18,9 @@ from torch import Tensor
 from shared.base.worker_info import KvGeometry
 from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
-from shared.transfer.heads import PoolGroup
-from shared.transfer.interface import CUDA_IPC, LinkLost
-from shared.transfer.mapped_memory import Copy
+from shared.transfer.transports.heads import PoolGroup
+from shared.transfer.transports.interface import CUDA_IPC, LinkLost
+from shared.transfer.transports.mapped.memory import Copy
 
 
 class DeviceMemory(Protocol):

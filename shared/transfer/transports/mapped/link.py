@@ -22,11 +22,11 @@ from shared.base.errors import StaleTransfer
 from shared.base.worker_info import KvGeometry
 from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
-from shared.transfer.chunks import layers_of
-from shared.transfer.heads import common_heads, slice_of
-from shared.transfer.interface import Announce, LinkLost, Peer, Route
-from shared.transfer.mapped_memory import Copy, Mapper, PeerPool
-from shared.transfer.pool_socket import (
+from shared.transfer.transports.chunks import layers_of
+from shared.transfer.transports.heads import common_heads, slice_of
+from shared.transfer.transports.interface import Announce, LinkLost, Peer, Route
+from shared.transfer.transports.mapped.memory import Copy, Mapper, PeerPool
+from shared.transfer.transports.mapped.socket import (
     GOODBYE,
     MAX_MESSAGE_BYTES,
     is_same_user,

@@ -8,9 +8,9 @@ from typing import Any
 from shared.base.errors import CorruptTransfer, InvalidRequest
 from shared.engine.schedule.plan import SampledToken
 from shared.rpc import kv_pb2, kv_pb2_grpc, sequence_pb2
-from shared.transfer.group_host import GroupHost
-from shared.transfer.interface import GRPC, Route
-from shared.transfer.receiver import Receiver
+from shared.transfer.handoff.receiver import Receiver
+from shared.transfer.transports.group.receiver import GroupHost
+from shared.transfer.transports.interface import GRPC, Route
 
 
 class KvTransferService(kv_pb2_grpc.KvTransferServicer):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from shared.transfer.interface import GLOO, LinkLost
+from shared.transfer.transports.interface import GLOO, LinkLost
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shared.rpc import kv_pb2
-from shared.transfer.mapped_memory import Copy
+from shared.transfer.transports.mapped.memory import Copy
 
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1

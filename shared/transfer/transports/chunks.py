@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shared.base.worker_info import KvGeometry
 from shared.rpc import kv_pb2
-from shared.transfer.interface import Payload
+from shared.transfer.transports.interface import Payload
 
 
 def cut(num_blocks: int, layers: range, layer_bytes: int, max_chunk_bytes: int) -> Iterator[tuple[range, range]]:

@@ -27,12 +27,12 @@ from shared.engine.engine import Engine
 from shared.engine.schedule.plan import SampledToken
 from shared.engine.schedule.sequence import Sequence as EngineSequence
 from shared.rpc import kv_pb2
-from shared.transfer import metrics
-from shared.transfer.chunks import checksum_of, chunk_bytes
-from shared.transfer.heads import PoolGroup
-from shared.transfer.hosts import Hosts
-from shared.transfer.inline import InlineHost
-from shared.transfer.interface import Landing, Payload, Route
+from shared.transfer.handoff import metrics
+from shared.transfer.handoff.offers import Hosts
+from shared.transfer.transports.chunks import checksum_of, chunk_bytes
+from shared.transfer.transports.grpc import InlineHost
+from shared.transfer.transports.heads import PoolGroup
+from shared.transfer.transports.interface import Landing, Payload, Route
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from shared.base.errors import IncompatiblePeer
 from shared.rpc import kv_pb2
-from shared.transfer.interface import Host, Landing, Route
+from shared.transfer.transports.interface import Host, Landing, Route
 
 
 class Hosts:

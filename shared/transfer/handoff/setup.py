@@ -20,19 +20,19 @@ import torch.distributed as dist
 from shared.base.errors import ConfigError
 from shared.engine.memory.kv_pool import KvPool
 from shared.options.worker import WorkerConfig
-from shared.transfer.cuda_device import CudaDevice
-from shared.transfer.cuda_ipc import CudaExported, CudaMapper
-from shared.transfer.group_host import GroupHost
-from shared.transfer.group_link import GroupConnector
-from shared.transfer.heads import PoolGroup
-from shared.transfer.hosts import Hosts
-from shared.transfer.inline import InlineConnector, InlineHost
-from shared.transfer.interface import CUDA_IPC, GLOO, GRPC, NCCL, SHM, Connector, Host
-from shared.transfer.links import Links
-from shared.transfer.mapped_host import MappedHost
-from shared.transfer.mapped_link import MappedConnector
-from shared.transfer.mapped_memory import Exported
-from shared.transfer.shm import ShmExported, ShmMapper
+from shared.transfer.handoff.links import Links
+from shared.transfer.handoff.offers import Hosts
+from shared.transfer.transports.group.link import GroupConnector
+from shared.transfer.transports.group.receiver import GroupHost
+from shared.transfer.transports.grpc import InlineConnector, InlineHost
+from shared.transfer.transports.heads import PoolGroup
+from shared.transfer.transports.interface import CUDA_IPC, GLOO, GRPC, NCCL, SHM, Connector, Host
+from shared.transfer.transports.mapped.cuda_device import CudaDevice
+from shared.transfer.transports.mapped.cuda_ipc import CudaExported, CudaMapper
+from shared.transfer.transports.mapped.link import MappedConnector
+from shared.transfer.transports.mapped.memory import Exported
+from shared.transfer.transports.mapped.receiver import MappedHost
+from shared.transfer.transports.mapped.shm import ShmExported, ShmMapper
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from functools import partial
 
 from shared.process.tasks import cancel_and_wait
 from shared.rpc import kv_pb2
-from shared.transfer.interface import LinkLost, Route
-from shared.transfer.mapped_memory import Exported
-from shared.transfer.pool_socket import (
+from shared.transfer.transports.interface import LinkLost, Route
+from shared.transfer.transports.mapped.memory import Exported
+from shared.transfer.transports.mapped.socket import (
     GOODBYE,
     MAX_MESSAGE_BYTES,
     ProcessEnd,

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from shared.base.worker_info import KvGeometry
 from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
-from shared.transfer.heads import PoolGroup
-from shared.transfer.interface import SHM, LinkLost
-from shared.transfer.mapped_memory import Copy
+from shared.transfer.transports.heads import PoolGroup
+from shared.transfer.transports.interface import SHM, LinkLost
+from shared.transfer.transports.mapped.memory import Copy
 
 _BYTES_PER_ADVICE = 64 * 1024 * 1024
 _MADV_POPULATE_WRITE = 23

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
-from shared.transfer.chunks import checksum_of, layers_of
-from shared.transfer.interface import GRPC, Announce, Peer, Route
+from shared.transfer.transports.chunks import checksum_of, layers_of
+from shared.transfer.transports.interface import GRPC, Announce, Peer, Route
 
 # Measured (docs/performance.md): below 512 KiB the cost of a message shows, and above 2 MiB chunks no longer fit the caches.
 MAX_CHUNK_BYTES = 1024 * 1024

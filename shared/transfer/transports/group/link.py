@@ -17,9 +17,9 @@ import torch
 
 from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
-from shared.transfer.chunks import checksum_of, layers_of
-from shared.transfer.communicator import SENDER_RANK, Communicator, connect_store
-from shared.transfer.interface import GLOO, Announce, LinkLost, Peer, Route
+from shared.transfer.transports.chunks import checksum_of, layers_of
+from shared.transfer.transports.group.communicator import SENDER_RANK, Communicator, connect_store
+from shared.transfer.transports.interface import GLOO, Announce, LinkLost, Peer, Route
 from shared.wire.errors import from_rpc_error
 
 log = logging.getLogger(__name__)

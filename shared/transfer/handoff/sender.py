@@ -1,8 +1,8 @@
 """The sending end of the handoff: one object per transfer attempt, used in the order open, push…, commit; or abort at any point.
 
 A chunk is as many whole blocks as fit the receiver's limit, or, where not even one does, a few layers of it. Chunks go out while
-the next part of the prompt is computed. The link moves the bytes (`shared/transfer/interface.py`); their headers and the commit are
-messages of one stream, so that the commit cannot overtake a chunk.
+the next part of the prompt is computed. The link moves the bytes (`shared/transfer/transports/interface.py`); their headers and the
+commit are messages of one stream, so that the commit cannot overtake a chunk.
 
 A worker that is split over several devices has a pool on each, with some of the heads (`HeadShard`). A chunk is one shard's part of
 a run of blocks; the receiver, whatever its own split, counts a block as complete when all of its heads have come.
@@ -21,11 +21,11 @@ from shared.base.errors import DeadlineExceeded, Internal, Unavailable
 from shared.base.request import Token
 from shared.base.worker_info import KvGeometry
 from shared.rpc import control_pb2, kv_pb2, kv_pb2_grpc
-from shared.transfer import metrics
-from shared.transfer.chunks import chunk_bytes, cut
-from shared.transfer.heads import HeadShard
-from shared.transfer.interface import Link, Peer, Writer
-from shared.transfer.links import Links
+from shared.transfer.handoff import metrics
+from shared.transfer.handoff.links import Links
+from shared.transfer.transports.chunks import chunk_bytes, cut
+from shared.transfer.transports.heads import HeadShard
+from shared.transfer.transports.interface import Link, Peer, Writer
 from shared.wire.conversions import token_to_wire
 from shared.wire.errors import from_rpc_error
 

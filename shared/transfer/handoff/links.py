@@ -17,8 +17,8 @@ import grpc
 
 from shared.base.errors import IncompatiblePeer
 from shared.rpc import kv_pb2
-from shared.transfer import metrics
-from shared.transfer.interface import GRPC, Connector, Link, LinkLost, Peer
+from shared.transfer.handoff import metrics
+from shared.transfer.transports.interface import GRPC, Connector, Link, LinkLost, Peer
 from shared.wire.errors import from_rpc_error
 
 log = logging.getLogger(__name__)

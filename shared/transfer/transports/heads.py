@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shared.base.errors import CorruptTransfer
 from shared.engine.memory.kv_pool import KvPool
-from shared.transfer.interface import Payload
+from shared.transfer.transports.interface import Payload
 
 
 @dataclass(frozen=True, slots=True)

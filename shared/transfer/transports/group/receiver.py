@@ -18,10 +18,10 @@ from torch import Tensor
 from shared.base.errors import CorruptTransfer
 from shared.base.worker_info import KvGeometry
 from shared.rpc import kv_pb2
-from shared.transfer.chunks import chunk_bytes
-from shared.transfer.communicator import RECEIVER_RANK, Communicator, serve_store
-from shared.transfer.heads import PoolGroup
-from shared.transfer.interface import GLOO, LinkLost, Route
+from shared.transfer.transports.chunks import chunk_bytes
+from shared.transfer.transports.group.communicator import RECEIVER_RANK, Communicator, serve_store
+from shared.transfer.transports.heads import PoolGroup
+from shared.transfer.transports.interface import GLOO, LinkLost, Route
 
 log = logging.getLogger(__name__)
 
