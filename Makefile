@@ -32,7 +32,7 @@ bench-cpu: setup  ## the same work on every engine of this machine, one after an
 	@$(BIN)/twostroke bench compare $(ARGS)
 
 gpu-check: setup $(VENV)/.installed-dev  ## test and measure the GPU kernels on this machine's GPU
-	@$(BIN)/python -m bench.gpu_check
+	@$(BIN)/python -m bench.kernels.gpu_check
 
 chaos: setup $(VENV)/.installed-dev  ## real processes under load and a hundred random faults; options go into ARGS
 	@$(BIN)/python -m tests.chaos $(ARGS)

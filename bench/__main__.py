@@ -13,11 +13,11 @@ from pathlib import Path
 
 import uvloop
 
-from bench import compare
-from bench.config import BenchConfig
-from bench.progress import Progress
-from bench.report import Report, write_json
-from bench.session import ServerFailed, bench
+from bench.compare import compare
+from bench.load.config import BenchConfig
+from bench.load.progress import Progress
+from bench.load.report import Report, write_json
+from bench.load.session import ServerFailed, bench
 from shared.options.config import exit_on_config_error, parse_config
 
 # In the environment of a server it names a folder; here it would be a name.

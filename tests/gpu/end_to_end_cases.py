@@ -1,7 +1,7 @@
 """Tiny random models on the GPU: what the runner samples greedily is what transformers, on the same GPU, finds best, with decode
 steps as CUDA graphs and without.
 
-Run by `python -m bench.gpu_check`; the name keeps pytest from collecting it where there is no GPU.
+Run by `python -m bench.kernels.gpu_check`; the name keeps pytest from collecting it where there is no GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The engine on the GPU, which is asynchronous there: looking ahead changes no token, and no block is lost.
 
-Run by `python -m bench.gpu_check`; the name keeps pytest from collecting it where there is no GPU.
+Run by `python -m bench.kernels.gpu_check`; the name keeps pytest from collecting it where there is no GPU.
 """
 
 from __future__ import annotations

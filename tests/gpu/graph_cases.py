@@ -1,6 +1,6 @@
 """Captured launches on the GPU: what was recorded for the longest contexts stays right for all others.
 
-Run by `python -m bench.gpu_check`; the name keeps pytest from collecting it where there is no GPU.
+Run by `python -m bench.kernels.gpu_check`; the name keeps pytest from collecting it where there is no GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """CUDA IPC for real: this process receives in a pool on the GPU, and another one, on the same GPU, writes into it.
 
-Run by `python -m bench.gpu_check`; the name keeps pytest from collecting it where there is no GPU.
+Run by `python -m bench.kernels.gpu_check`; the name keeps pytest from collecting it where there is no GPU.
 """
 
 from __future__ import annotations

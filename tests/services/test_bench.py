@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from bench.client import Client, Completion, Observer
-from bench.exchange import Endpoint
-from bench.measures import GAP_OVER_ITL, ITL_BEFORE_P50, ITL_BEFORE_P99, LONG_TTFT, TTFT_P50, WORST_GAP, summarize
-from bench.text import PromptSource
-from bench.workloads import Lengths, Pause, at_once
+from bench.load.client import Client, Completion, Observer
+from bench.load.exchange import Endpoint
+from bench.load.measures import GAP_OVER_ITL, ITL_BEFORE_P50, ITL_BEFORE_P99, LONG_TTFT, TTFT_P50, WORST_GAP, summarize
+from bench.load.text import PromptSource
+from bench.load.workloads import Lengths, Pause, at_once
 from shared.base.errors import ConfigError
 from tests.support.eventually import eventually
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.compare import _work_for
-from bench.compare_config import CompareConfig
-from bench.comparison import Entry, comparison_json, comparison_table, standings
-from bench.engine_process import EngineFailed, running
-from bench.engines import Engine, Missing, engines_at
-from bench.exchange import Endpoint
-from bench.measures import ITL_P50, OUTPUT_TOKENS_PER_S, TTFT_P50, Measure, Result
-from bench.report import ClientCost, Report
+from bench.compare.compare import _work_for
+from bench.compare.comparison import Entry, comparison_json, comparison_table, standings
+from bench.compare.config import CompareConfig
+from bench.compare.engine_process import EngineFailed, running
+from bench.compare.engines import Engine, Missing, engines_at
+from bench.load.exchange import Endpoint
+from bench.load.measures import ITL_P50, OUTPUT_TOKENS_PER_S, TTFT_P50, Measure, Result
+from bench.load.report import ClientCost, Report
 from shared.base.errors import ConfigError
 from tests.support.eventually import eventually
 

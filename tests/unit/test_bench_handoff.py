@@ -11,13 +11,14 @@ from pathlib import Path
 import orjson
 import pytest
 
-from bench import failover, handoff
-from bench.exchange import Endpoint
-from bench.failover import FailoverConfig, Findings
-from bench.failover_rounds import DecodeKill, PrefillKill, Verdict
-from bench.handoff import COLOCATED, HandoffConfig, MeasurementFailed, Sample, Stages, summarize
-from bench.stack import Metrics, model_folder
-from bench.token_stream import Difference, StreamEnded, TokenStream, compare
+from bench.compare.stack import Metrics, model_folder
+from bench.failover import __main__ as failover
+from bench.failover.__main__ import FailoverConfig, Findings
+from bench.failover.rounds import DecodeKill, PrefillKill, Verdict
+from bench.failover.token_stream import Difference, StreamEnded, TokenStream, compare
+from bench.handoff import __main__ as handoff
+from bench.handoff.__main__ import COLOCATED, HandoffConfig, MeasurementFailed, Sample, Stages, summarize
+from bench.load.exchange import Endpoint
 from shared.base.errors import ConfigError
 from shared.options.config import parse_config
 

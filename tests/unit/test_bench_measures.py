@@ -6,8 +6,8 @@ import statistics
 
 import pytest
 
-from bench.client import Completion
-from bench.measures import (
+from bench.load.client import Completion
+from bench.load.measures import (
     ELAPSED,
     ITL_MAX,
     ITL_P50,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.compare_config import CompareConfig
-from bench.config import BenchConfig, WorkConfig
-from bench.text import PromptSource, documentation, tokenize_with
-from bench.workloads import make_workloads, mixed_lengths, poisson_arrivals_s
+from bench.compare.config import CompareConfig
+from bench.load.config import BenchConfig, WorkConfig
+from bench.load.text import PromptSource, documentation, tokenize_with
+from bench.load.workloads import make_workloads, mixed_lengths, poisson_arrivals_s
 from shared.base.errors import ConfigError
 from shared.options.config import parse_config
 from tests.support.tiny_tokenizer import tiny_tokenizer

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.compare_config import CompareConfig
-from bench.config import BenchConfig
-from bench.failover import FailoverConfig
-from bench.handoff import HandoffConfig
+from bench.compare.config import CompareConfig
+from bench.failover.__main__ import FailoverConfig
+from bench.handoff.__main__ import HandoffConfig
+from bench.load.config import BenchConfig
 from services.decode.config import DecodeConfig
 from services.local.config import UpConfig
 from services.router.config import RouterConfig

@@ -1,1 +1,0 @@
-"""Other engines behind the smallest HTTP server that the load generator can drive."""
