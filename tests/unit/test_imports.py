@@ -13,7 +13,33 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("router", "prefill", "decode", "local")
-LAYERS = ("services", "shared.engine", "shared.models", "shared.kernels")  # each may import those after it
+LAYERS = (  # each may import those after it
+    "services",
+    "shared.worker",
+    "shared.transfer.handoff",
+    "shared.transfer.transports",
+    "shared.engine",
+    "shared.models",
+    "shared.kernels",
+    "shared.index",
+    "shared.wire",
+    "shared.process",
+    "shared.options",
+    "shared.base",
+)
+ENGINE_ROOMS = ("shared.engine.compute", "shared.engine.memory", "shared.engine.schedule")  # likewise, inside the engine
+ROUTER_ROOMS = ("services.router.http", "services.router.dispatch", "services.router.text")
+TORCH_FREE = (
+    "services.router",
+    "services.local",
+    "shared.base",
+    "shared.options",
+    "shared.wire",
+    "shared.process",
+    "shared.index",
+    "shared.rpc",
+    "shared.engine.schedule",
+)
 
 
 def module_of(path: Path) -> str:
@@ -51,8 +77,12 @@ SOURCES = {module_of(path): path for package in ("services", "shared") for path 
 EDGES = [(module, target) for module, path in SOURCES.items() for target, _ in imports_of(path)]
 
 
-def layer_of(module: str) -> int | None:
-    return next((i for i, layer in enumerate(LAYERS) if module == layer or module.startswith(layer + ".")), None)
+def is_in(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def layer_of(module: str, layers: tuple[str, ...]) -> int | None:
+    return next((i for i, layer in enumerate(layers) if is_in(module, layer)), None)
 
 
 def service_of(module: str) -> str | None:
@@ -64,9 +94,22 @@ def test_the_sources_are_found():
     assert {"services.cli", "shared.options.config", "shared.engine.engine"} <= SOURCES.keys()
 
 
-def test_layers_import_downwards_only():
-    numbered = [(module, target, layer_of(module), layer_of(target)) for module, target in EDGES]
+def test_every_module_of_shared_lies_in_a_room():
+    rooms = (*LAYERS, "shared.transfer", "shared.rpc")
+    assert [
+        module for module in SOURCES if is_in(module, "shared") and module != "shared" and layer_of(module, rooms) is None
+    ] == []
+
+
+@pytest.mark.parametrize("layers", [LAYERS, ENGINE_ROOMS, ROUTER_ROOMS], ids=["all", "engine", "router"])
+def test_layers_import_downwards_only(layers):
+    numbered = [(module, target, layer_of(module, layers), layer_of(target, layers)) for module, target in EDGES]
     assert [f"{m} -> {t}" for m, t, upper, lower in numbered if upper is not None and lower is not None and lower < upper] == []
+
+
+def test_what_chooses_workers_knows_nothing_of_text():
+    dispatch, text = ROUTER_ROOMS[1:]
+    assert [f"{m} -> {t}" for m, t in EDGES if is_in(m, dispatch) and is_in(t, text)] == []
 
 
 def test_shared_never_imports_services():
@@ -88,9 +131,9 @@ def test_every_folder_of_code_is_a_package_and_proto_is_not():
     assert not (ROOT / "proto" / "__init__.py").exists()
 
 
-@pytest.mark.parametrize("package", ["services.router", "services.local"])
-def test_a_service_without_an_engine_imports_no_torch_however_indirectly(package):
-    seen, todo = {}, [(module, package) for module in SOURCES if module == package or module.startswith(package + ".")]
+@pytest.mark.parametrize("package", TORCH_FREE)
+def test_a_torch_free_room_imports_no_torch_however_indirectly(package):
+    seen, todo = {}, [(module, package) for module in SOURCES if is_in(module, package)]
     while todo:
         module, importer = todo.pop()
         if module in SOURCES and module not in seen:
@@ -100,9 +143,9 @@ def test_a_service_without_an_engine_imports_no_torch_however_indirectly(package
         assert module.split(".")[0] not in ("torch", "triton", "accelerate"), f"{importer} imports {module}"
 
 
-def test_the_router_works_with_torch_absent():
-    """Imports every module of the router in a process in which torch cannot be found."""
-    modules = sorted(module for module in SOURCES if module.startswith("services.router"))
+def test_torch_free_rooms_work_with_torch_absent():
+    """Imports every module of them in a process in which torch cannot be found."""
+    modules = sorted(module for module in SOURCES if layer_of(module, TORCH_FREE) is not None)
     script = (
         "import importlib, importlib.abc, sys\n"
         "class Blocker(importlib.abc.MetaPathFinder):\n"
