@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shared.base.blocks_of import num_blocks_of
 from shared.kernels.cpu import CpuKernels
 from shared.kernels.interface import AttentionBatch
 from shared.kernels.kv_layout import LARGEST_STORED, KvLayer, typed_views
@@ -68,7 +69,7 @@ def measure(
     context_len: int,
     num_rounds: int,
 ) -> Result:
-    num_blocks = batch_size * -(-context_len // BLOCK_SIZE)
+    num_blocks = batch_size * num_blocks_of(context_len, BLOCK_SIZE)
     kv_layer, head_bytes = random_layer(shape, kv_dtype, num_blocks + 1)
     q = torch.randn(batch_size, shape.num_heads, shape.head_dim).to(dtype)
     batch = _decode_batch(batch_size, context_len, num_blocks)

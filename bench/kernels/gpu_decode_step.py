@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bench.kernels.gpu_kernels import Rows, fits
 from bench.kernels.gpu_timing import replay_seconds
+from shared.base.blocks_of import num_blocks_of
 from shared.base.request import Request, SamplingParams
 from shared.base.worker_info import KvGeometry
 from shared.engine.compute.decode_graphs import CudaCapture, DecodeGraphs
@@ -129,7 +130,7 @@ def kv_pool(model: Decoder, num_blocks: int) -> KvPool:
 
 def _plan(batch_size: int, context_len: int) -> tuple[Plan, int]:
     """The last tokens of equally long sequences, over blocks in random order; and the number of blocks."""
-    num_blocks_each = -(-context_len // BLOCK_SIZE)
+    num_blocks_each = num_blocks_of(context_len, BLOCK_SIZE)
     num_blocks = 1 + batch_size * num_blocks_each
     tables = (torch.randperm(num_blocks - 1) + 1).view(batch_size, num_blocks_each)
     scheduled = []

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernels.gpu_timing import seconds
+from shared.base.blocks_of import num_blocks_of
 from shared.kernels.interface import AttentionBatch
 from shared.kernels.kv_layout import KvLayer
 from shared.kernels.triton import TritonKernels
@@ -100,7 +101,7 @@ def shuffled_batch(batch_size: int, query_len: int, context_len: int, num_blocks
 
 def _attention_seconds(batch_size: int, query_len: int, context_len: int) -> float:
     kernels = TritonKernels()
-    num_blocks = 1 + batch_size * -(-context_len // BLOCK_SIZE)
+    num_blocks = 1 + batch_size * num_blocks_of(context_len, BLOCK_SIZE)
     kv_layer = KvLayer(_randn(num_blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE))
     q = _randn(batch_size * query_len, NUM_HEADS, HEAD_SIZE)
     batch = shuffled_batch(batch_size, query_len, context_len, num_blocks)

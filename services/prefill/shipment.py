@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from itertools import groupby
 
+from shared.base.blocks_of import num_blocks_of
 from shared.base.errors import TwostrokeError
 from shared.base.request import Output, Token
 from shared.base.worker_info import KvGeometry
@@ -54,7 +55,7 @@ class Shipment:
         self._sender = sender
         self._geometry = geometry
         self._num_tokens = len(sequence.request.token_ids)
-        self._num_blocks = self._num_blocks_of(self._num_tokens)
+        self._num_blocks = self._num_complete_blocks(self._num_tokens)
         self._shipped = ShippedLayers(self._num_blocks, geometry.num_layers, 0)
         # What the engine has said so far
         self._complete = 0  # tokens of which all layers are computed
@@ -119,8 +120,8 @@ class Shipment:
             raise self._failure
 
     async def _push_computed(self) -> None:
-        await self._push(self._num_blocks_of(self._complete), self._geometry.num_layers)
-        num_blocks, num_layers = self._num_blocks_of(self._partial.num_computed_tokens), self._partial.num_layers or 0
+        await self._push(self._num_complete_blocks(self._complete), self._geometry.num_layers)
+        num_blocks, num_layers = self._num_complete_blocks(self._partial.num_computed_tokens), self._partial.num_layers or 0
         num_due = sum(len(blocks) * len(layers) for blocks, layers in self._shipped.missing(num_blocks, num_layers))
         if num_due * self._geometry.block_bytes >= _LEAST_EARLY_BYTES * self._geometry.num_layers:
             await self._push(num_blocks, num_layers)
@@ -131,8 +132,8 @@ class Shipment:
             self._shipped.add(blocks, layers)
             await self._sender.push(blocks.start, self._sequence.block_table[blocks.start : blocks.stop], layers)
 
-    def _num_blocks_of(self, num_tokens: int) -> int:
+    def _num_complete_blocks(self, num_tokens: int) -> int:
         """How many blocks these tokens complete. The prompt's last block counts as complete with its last token."""
         if num_tokens == self._num_tokens:
-            return -(-num_tokens // self._geometry.block_size)
+            return num_blocks_of(num_tokens, self._geometry.block_size)
         return num_tokens // self._geometry.block_size

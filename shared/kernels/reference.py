@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shared.base.blocks_of import num_blocks_of
 from shared.kernels.interface import AttentionBatch, SamplingBatch
 from shared.kernels.kv_layout import LARGEST_STORED, SMALLEST_SCALE, KvLayer
 
@@ -116,7 +117,7 @@ def _attend(
     positions [B, Q] -> [B, Q, Hq, D] float32."""
     num_queries, num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv_layer.values.shape[2:4]
-    tables = tables[:, : -(-num_keys // block_size)]
+    tables = tables[:, : num_blocks_of(num_keys, block_size)]
     blocks = kv_layer.values.permute(1, 2, 0, 3, 4)[:, :, tables]  # a copy, [2, Hkv, B, blocks, BS, D]
     k, v = blocks.flatten(3, 4).float()  # [Hkv, B, keys, D] each
     keys = torch.arange(k.shape[2], device=q.device)

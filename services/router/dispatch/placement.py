@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from types import MappingProxyType
 
+from shared.base.blocks_of import num_blocks_of
 from shared.base.errors import Unavailable
 from shared.base.worker_info import Role, WorkerInfo
 
@@ -147,7 +148,7 @@ def _kind(worker: WorkerInfo) -> tuple[str, str]:
 
 
 def _num_blocks(num_tokens: int, worker: WorkerInfo) -> int:
-    return max(1, -(-num_tokens // worker.block_size))
+    return max(1, num_blocks_of(num_tokens, worker.block_size))
 
 
 def _fits(prompt_tokens: int, worker: WorkerInfo) -> bool:

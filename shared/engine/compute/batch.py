@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shared.base.blocks_of import num_blocks_of
 from shared.engine.compute.staging import to_device
 from shared.engine.schedule.plan import Plan
 from shared.kernels.interface import AttentionBatch
@@ -50,7 +51,7 @@ def lay_out(plan: Plan, block_size: int) -> Layout:
 
     owners = np.repeat(np.arange(num_seqs), query_lens)  # [T] sequence of each token
     positions = np.arange(query_starts[-1]) + (starts - query_starts[:-1])[owners]
-    tables = _block_tables(plan, -(-context_lens // block_size))
+    tables = _block_tables(plan, num_blocks_of(context_lens, block_size))
     slots = tables[owners, positions // block_size] * np.int64(block_size) + positions % block_size
     return Layout(positions, slots, query_starts.astype(np.int32), context_lens.astype(np.int32), tables, query_lens)
 

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shared.base.blocks_of import num_blocks_of
 from shared.engine.compute.batch import lay_out
 from shared.engine.compute.staging import copy_in
 from shared.engine.memory.kv_pool import KvPool
@@ -67,7 +68,7 @@ class DecodeGraphs:
         self._slots = torch.zeros(largest, dtype=torch.int64, device=device)
         self._query_starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._context_lens = torch.zeros(largest, dtype=torch.int32, device=device)
-        self._block_tables = torch.zeros(largest, -(-max_model_len // self._block_size), dtype=torch.int32, device=device)
+        self._block_tables = torch.zeros(largest, num_blocks_of(max_model_len, self._block_size), dtype=torch.int32, device=device)
         self._logits = torch.zeros(largest, model.config.vocab_size, dtype=torch.float32, device=device)
         # The largest first: the others then find all the memory they need in what it left.
         self._replays = {size: self._capture(size, capture) for size in reversed(batch_sizes)}

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shared.base.blocks_of import num_blocks_of
 from shared.base.errors import ConfigError
 from shared.base.request import Request, SamplingParams
 from shared.base.worker_info import KvGeometry, Role
@@ -183,7 +184,7 @@ def _measure_step(
 ) -> int:
     """GPU memory that the largest step and captured decode steps take besides weights and pool, allocator's waste included."""
     num_tokens = sizing.max_step_tokens(config, role, device)
-    pool = KvPool(geometry, sizing.num_blocks_of(num_tokens, geometry.block_size) + 1, device, model.kernels)
+    pool = KvPool(geometry, num_blocks_of(num_tokens, geometry.block_size) + 1, device, model.kernels)
     runner = ModelRunner(model, pool, max_model_len)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -205,5 +206,5 @@ def _full_plan(runner: ModelRunner, num_tokens: int, num_seqs: int) -> Plan:
     length = min(num_tokens // num_seqs, runner.max_model_len)
     request = Request("warm-up", [0] * length, length, SamplingParams(top_p=0.9))
     sequence = Sequence(request)
-    sequence.block_table = list(range(1, sizing.num_blocks_of(length, runner.pool.geometry.block_size) + 1))
+    sequence.block_table = list(range(1, num_blocks_of(length, runner.pool.geometry.block_size) + 1))
     return Plan((ScheduledSequence(sequence, 0, length, 1),) * num_seqs)

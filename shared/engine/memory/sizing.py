@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from shared.base.blocks_of import num_blocks_of
 from shared.base.errors import ConfigError
 from shared.base.worker_info import KvGeometry, Role
 from shared.engine.memory.main_memory import available_memory_bytes
@@ -77,10 +78,6 @@ def check_pool(num_blocks: int, geometry: KvGeometry, max_model_len: int) -> Non
             f"has {num_blocks} ({_gib(num_blocks * geometry.block_bytes)}): lower --max-model-len to {fits} or less, or raise "
             "--num-blocks, --kv-cache-memory (CPU) or --gpu-memory-utilization (GPU)"
         )
-
-
-def num_blocks_of(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size)
 
 
 def _check_memory(size_bytes: int, available_bytes: int, flag: str) -> None:

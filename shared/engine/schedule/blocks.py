@@ -18,6 +18,7 @@ from collections import Counter, abc
 from collections.abc import Iterable
 
 from shared.base.block_hash import next_hash
+from shared.base.blocks_of import num_blocks_of
 from shared.engine.schedule.prefix_cache import PrefixCache
 from shared.engine.schedule.sequence import Sequence
 
@@ -39,7 +40,7 @@ class BlockManager:
         return len(self._empty) + self._cache.num_evictable
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return num_blocks_of(num_tokens, self.block_size)
 
     # --- a sequence's blocks, from its admission to its end
 

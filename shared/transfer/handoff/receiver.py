@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.base.blocks_of import num_blocks_of
 from shared.base.errors import CorruptTransfer, IncompatiblePeer, InvalidRequest, Overloaded, StaleTransfer
 from shared.base.request import Output, Request
 from shared.engine.engine import Engine
@@ -127,7 +128,7 @@ class Receiver:
             expected.attempt = key.attempt
             if expected.reservation is not None:
                 self._drop(expected, "superseded")
-        needed = -(-len(expected.request.token_ids) // self._geometry.block_size)
+        needed = num_blocks_of(len(expected.request.token_ids), self._geometry.block_size)
         if num_blocks != needed:
             raise InvalidRequest(f"num_blocks is {num_blocks}; this prompt has {needed}", param="num_blocks")
         if expected.fence is not None:
