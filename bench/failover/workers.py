@@ -17,7 +17,7 @@ import psutil
 from shared.base.errors import ConfigError
 from shared.base.worker_info import Role, WorkerInfo
 from shared.index.registry import FleetWatcher
-from shared.options.worker import TlsConfig
+from shared.options.peers import PeerConfig
 from shared.rpc import control_pb2, control_pb2_grpc
 from shared.wire.channels import Channels
 
@@ -30,11 +30,11 @@ class WorkerLost(Exception):
 
 
 class Workers:
-    def __init__(self, redis_url: str, num_workers: int) -> None:
+    def __init__(self, redis_url: str, cluster_secret: str, num_workers: int) -> None:
         self._num_workers = num_workers
         self._changed = asyncio.Event()
         self._watcher = FleetWatcher(redis_url, lambda worker_id: self._changed.set())
-        self._channels = Channels(TlsConfig())
+        self._channels = Channels(PeerConfig(cluster_secret=cluster_secret))
         self._killed: set[str] = set()  # boot ids
 
     async def start(self) -> None:
@@ -83,11 +83,10 @@ class Workers:
 @asynccontextmanager
 async def workers_of_stack(num_workers: int) -> AsyncIterator[Workers]:
     """Of the one stack that runs below this process. Raises ConfigError if there is none."""
-    urls = (environ["TWOSTROKE_REDIS_URL"] for _, environ in _processes() if "TWOSTROKE_WORKER_ID" in environ)
-    redis_url = next(urls, None)
-    if redis_url is None:
+    environ = next((environ for _, environ in _processes() if "TWOSTROKE_WORKER_ID" in environ), None)
+    if environ is None:
         raise ConfigError("no worker runs below this process")
-    workers = Workers(redis_url, num_workers)
+    workers = Workers(environ["TWOSTROKE_REDIS_URL"], environ["TWOSTROKE_CLUSTER_SECRET"], num_workers)
     await workers.start()
     try:
         yield workers

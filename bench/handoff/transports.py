@@ -35,7 +35,8 @@ from shared.engine.schedule.plan import Pending, Plan
 from shared.engine.schedule.scheduler import Scheduler
 from shared.kernels.reference import ReferenceKernels
 from shared.options.config import option, parse_config, size_bytes
-from shared.options.worker import TlsConfig, WorkerConfig
+from shared.options.peers import PeerConfig
+from shared.options.worker import WorkerConfig
 from shared.process.malloc import keep_large_buffers
 from shared.rpc import control_pb2, kv_pb2_grpc
 from shared.transfer.handoff.offers import Hosts
@@ -120,7 +121,7 @@ async def receive(config: TransportsConfig, transport: str) -> None:
     for number in range(config.num_transfers):
         request = Request(f"r{number}", (0,) * num_tokens, num_tokens, SamplingParams(max_tokens=1))
         receiver.expect(number.to_bytes(16, "little"), request)
-    server = Server(TlsConfig())
+    server = Server(PeerConfig())
     server.add(kv_pb2_grpc.add_KvTransferServicer_to_server, KvTransferService(receiver, 30.0), "twostroke.v1.KvTransfer")
     print(await server.start(HOST, 0), flush=True)
     await asyncio.to_thread(sys.stdin.read)
@@ -181,7 +182,7 @@ class Way:
 @asynccontextmanager
 async def by_transport(config: TransportsConfig, role: str, pool: KvPool) -> AsyncIterator[Transfer]:
     """`role` is the receiver's: a transport, or the size of gRPC's chunks."""
-    channels = Channels(TlsConfig())
+    channels = Channels(PeerConfig())
     links = make_links(WorkerConfig(transport=GRPC if role.isdecimal() else role), pool, lambda: HOST)
     numbers = itertools.count()
     async with other_process(config, role) as port:

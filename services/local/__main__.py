@@ -11,6 +11,7 @@ import asyncio
 import errno
 import json
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -40,6 +41,8 @@ def main(argv: Sequence[str]) -> None:
     started_s = time.monotonic()
     config = replace(config, port=_free_port(config.host, config.port))
     config = replace(config, model=_model(config.model))
+    if not (config.cluster_secret or config.cluster_secret_file):
+        config = replace(config, cluster_secret=secrets.token_urlsafe(32))
     try:
         asyncio.run(_serve(config, started_s))
     except ChildFailed as error:

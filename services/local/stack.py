@@ -21,7 +21,7 @@ from services.local.config import UpConfig
 from services.local.placement import Placement, place, usable_cpus, usable_gpus
 from services.local.valkey import READY_TEXT, ValkeyAddress, valkey_command
 from shared.options.config import to_environ
-from shared.options.worker import TlsConfig
+from shared.options.peers import PeerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Stack:
 
     def router(self) -> ChildSpec:
         config = self.config
-        options = to_environ(TlsConfig(config.tls_cert, config.tls_key, config.tls_ca))
+        options = to_environ(PeerConfig(**{option.name: getattr(config, option.name) for option in fields(PeerConfig)}))
         options |= {"TWOSTROKE_HOST": config.host, "TWOSTROKE_PORT": str(config.port), "TWOSTROKE_MODEL": config.model}
         options |= {"TWOSTROKE_SERVED_MODEL_NAME": config.model_name, "TWOSTROKE_REVISION": config.revision}
         options |= {"TWOSTROKE_API_KEY": config.api_key, "TWOSTROKE_REDIS_URL": self.redis_url}

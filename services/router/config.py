@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.options.config import option, size_bytes
-from shared.options.worker import TlsConfig
+from shared.options.peers import PeerConfig
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig(TlsConfig):
+class RouterConfig(PeerConfig):
     """A Twostroke router: OpenAI-compatible HTTP in front, workers over gRPC behind."""
 
     model: str = option("", "folder with the model's tokenizer, or a hub id")

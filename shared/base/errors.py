@@ -2,8 +2,8 @@
 
     TwostrokeError
     ├── InvalidRequest        the client's mistake; names the parameter
-    │   ├── NotFound          no such model
-    │   └── Unauthorized      missing or wrong API key
+    │   └── NotFound          no such model
+    ├── Unauthorized          missing or wrong API key, or cluster secret
     ├── Overloaded            no room now, try again
     ├── Unavailable           nobody is there to serve it
     ├── DeadlineExceeded      a budget ran out
@@ -51,7 +51,7 @@ class NotFound(InvalidRequest):
     kind = "not_found_error"
 
 
-class Unauthorized(InvalidRequest):
+class Unauthorized(TwostrokeError):
     http_status = 401
     grpc_status = "UNAUTHENTICATED"
     kind = "authentication_error"

@@ -44,8 +44,9 @@ def option(
     parse: Callable[[str], Any] | None = None,
     secret: bool = False,
 ) -> Any:
-    """A dataclass field that is a flag and a variable. `secret` values are never shown by `describe`."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "parse": parse, "secret": secret})
+    """A dataclass field that is a flag and a variable. A `secret` value is shown neither by --help nor by `repr`."""
+    metadata = {"help": help, "choices": choices, "parse": parse, "secret": secret}
+    return dataclasses.field(default=default, repr=not secret, metadata=metadata)
 
 
 def size_bytes(text: str) -> int:

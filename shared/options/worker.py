@@ -5,23 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.options.config import option, size_bytes
+from shared.options.peers import PeerConfig
 
 
 @dataclass(frozen=True, slots=True)
-class TlsConfig:
-    """TLS for gRPC. With a CA as well as a certificate, peers must present one too (mTLS)."""
-
-    tls_cert: str = option("", "certificate chain (PEM file) of this process for gRPC; empty: plain text")
-    tls_key: str = option("", "private key (PEM file) of --tls-cert")
-    tls_ca: str = option("", "CA bundle (PEM file) that peers' certificates must chain to")
-
-    def __post_init__(self) -> None:
-        if bool(self.tls_cert) != bool(self.tls_key):
-            raise ValueError("--tls-cert and --tls-key go together")
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerConfig(TlsConfig):
+class WorkerConfig(PeerConfig):
     """A Twostroke worker: one engine with a gRPC server in front."""
 
     model: str = option("", "folder with a model, or a hub id")

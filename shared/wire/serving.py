@@ -1,10 +1,9 @@
-"""How every gRPC server and channel of this project is made: limits, keep-alive, TLS, health, and errors that keep their type."""
+"""How every gRPC server of this project is made: limits, TLS, the cluster secret, health, and errors that keep their type."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,49 +11,26 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from shared.base.address import Address, is_loopback
 from shared.base.errors import ConfigError, Internal, InvalidRequest, TwostrokeError
-from shared.options.worker import TlsConfig
+from shared.options.peers import PeerConfig
+from shared.wire.cluster_secret import SecretInterceptor, read_cluster_secret
 from shared.wire.errors import status_of
+from shared.wire.settings import GRPC_OPTIONS, read_file
 
 log = logging.getLogger(__name__)
-
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-
-# A silent peer is noticed by keep-alive within two seconds, also while a call streams nothing.
-_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 1000),
-    ("grpc.http2.ping_timeout_ms", 1000),  # a minute by default, and it is this timer that counts
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.so_reuseport", 0),  # a second server on one port must fail, not share it
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-]
-
-
-def open_channel(address: str, tls: TlsConfig) -> grpc.aio.Channel:
-    if not tls.tls_ca:
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
-    credentials = grpc.ssl_channel_credentials(
-        root_certificates=_read(tls.tls_ca),
-        private_key=_read(tls.tls_key) if tls.tls_key else None,
-        certificate_chain=_read(tls.tls_cert) if tls.tls_cert else None,
-    )
-    return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
 
 
 class Server:
     """A gRPC server with a health service and typed errors. `add` services, `start`, and `stop`."""
 
-    def __init__(self, tls: TlsConfig) -> None:
-        self._tls = tls
-        self._server = grpc.aio.server(interceptors=[_ErrorInterceptor()], options=_OPTIONS)
+    def __init__(self, config: PeerConfig) -> None:
+        """Raises ConfigError for a file that cannot be read."""
+        secret = read_cluster_secret(config)
+        checks = [SecretInterceptor(secret)] if secret else []
+        self._credentials = _credentials(config)
+        self._is_open_to_all = not secret and self._credentials is None
+        self._server = grpc.aio.server(interceptors=[*checks, _ErrorInterceptor()], options=GRPC_OPTIONS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = [""]
@@ -66,17 +42,19 @@ class Server:
 
     async def start(self, host: str, port: int) -> int:
         """Binds, serves, and returns the real port. Raises ConfigError if the address cannot be had."""
-        address = f"{host}:{port}"
+        address = str(Address(host, port))
         bound: int
         try:
-            if self._tls.tls_cert:
-                bound = self._server.add_secure_port(address, self._credentials())
-            else:
+            if self._credentials is None:
                 bound = self._server.add_insecure_port(address)
+            else:
+                bound = self._server.add_secure_port(address, self._credentials)
         except RuntimeError:
             bound = 0
         if bound == 0:
             raise ConfigError(f"cannot listen on {address}: the port is in use or the address is not this machine's")
+        if self._is_open_to_all and not is_loopback(host):
+            log.warning("whoever reaches %s may use this worker: give the cluster a secret with --cluster-secret-file", address)
         await self._server.start()
         return bound
 
@@ -89,17 +67,12 @@ class Server:
         """Refuses new calls, lets running ones end within `grace_s`, then cancels them."""
         await self._server.stop(grace_s)
 
-    def _credentials(self) -> grpc.ServerCredentials:
-        ca = _read(self._tls.tls_ca) if self._tls.tls_ca else None
-        pair = (_read(self._tls.tls_key), _read(self._tls.tls_cert))
-        return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
 
-
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+def _credentials(config: PeerConfig) -> grpc.ServerCredentials | None:
+    if not config.tls_cert:
+        return None
+    pair = (read_file(config.tls_key), read_file(config.tls_cert))
+    return grpc.ssl_server_credentials([pair], root_certificates=read_file(config.tls_ca), require_client_auth=True)
 
 
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):

@@ -15,9 +15,10 @@ import httpx
 import pytest
 
 from services.local.valkey import ValkeyAddress
-from shared.options.worker import TlsConfig
+from shared.options.peers import PeerConfig
 from shared.rpc import control_pb2, control_pb2_grpc
-from shared.wire.serving import open_channel
+from shared.wire.channels import Channels
+from shared.wire.settings import read_file
 from tests.support.eventually import eventually
 from tests.support.parts import Part, free_ports, service_command
 from tests.support.tiny_model import save_tiny_model
@@ -115,14 +116,15 @@ class Ca:
         tls = self.tls(name, trusted)
         return ("--tls-cert", tls.tls_cert, "--tls-key", tls.tls_key, "--tls-ca", tls.tls_ca)
 
-    def tls(self, name: str, trusted: Ca | None = None) -> TlsConfig:
+    def tls(self, name: str, trusted: Ca | None = None) -> PeerConfig:
         self._openssl("req", *_NEW_KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
         (self._folder / f"{name}.ext").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
         ca = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial")
         signed = ("-in", f"{name}.csr", "-out", f"{name}.pem", "-days", "2", "-extfile", f"{name}.ext")
         self._openssl("x509", "-req", *ca, *signed)
         authority = (trusted or self)._folder / "ca.pem"
-        return TlsConfig(str(self._folder / f"{name}.pem"), str(self._folder / f"{name}.key"), str(authority))
+        own = self._folder / name
+        return PeerConfig(tls_cert=f"{own}.pem", tls_key=f"{own}.key", tls_ca=str(authority))
 
     def _openssl(self, *arguments: str) -> None:
         subprocess.run(("openssl", *arguments), cwd=self._folder, check=True, capture_output=True)
@@ -131,13 +133,20 @@ class Ca:
 _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 
-async def status_of(address: str, tls: TlsConfig) -> str:
-    """What a worker at `address` answers to somebody who shows `tls`."""
-    async with open_channel(address, tls) as channel:
-        try:
-            await control_pb2_grpc.WorkerStub(channel).GetStatus(control_pb2.GetStatusRequest(), timeout=10)
-        except grpc.RpcError as error:
-            return str(error.code().name)
+async def status_of(address: str, caller: PeerConfig) -> str:
+    """What a worker at `address` answers to this caller."""
+    channels = Channels(caller)
+    try:
+        return await status_by(channels.get(address))
+    finally:
+        await channels.close()
+
+
+async def status_by(channel: Any) -> str:
+    try:
+        await control_pb2_grpc.WorkerStub(channel).GetStatus(control_pb2.GetStatusRequest(), timeout=10)
+    except grpc.RpcError as error:
+        return str(error.code().name)
     return "OK"
 
 
@@ -158,8 +167,10 @@ async def test_mtls_serves_and_workers_of_another_authority_are_refused_while_th
         address = decode.flag("--advertise")
         assert await status_of(address, ours.tls("caller")) == "OK"
         assert await status_of(address, theirs.tls("caller", trusted=ours)) == "UNAVAILABLE"
-        assert await status_of(address, TlsConfig(tls_ca=ours.tls("nobody").tls_ca)) == "UNAVAILABLE"
-        assert await status_of(address, TlsConfig()) == "UNAVAILABLE"
+        trust_only = grpc.ssl_channel_credentials(read_file(ours.tls("nobody").tls_ca))
+        async with grpc.aio.secure_channel(address, trust_only) as channel:
+            assert await status_by(channel) == "UNAVAILABLE"
+        assert await status_of(address, PeerConfig()) == "UNAVAILABLE"
         async with started(stranger, intruder):
             texts = [(await complete(url))["choices"][0]["text"] for _ in range(12)]
             assert texts == [whole["choices"][0]["text"]] * 12

@@ -21,7 +21,9 @@ from transformers import AutoTokenizer
 from shared.base.worker_info import WorkerInfo
 from shared.index.keys import ROSTER, entry_key
 from shared.models.fetch import fetch_default_model
+from shared.options.peers import PeerConfig
 from shared.rpc import control_pb2, control_pb2_grpc
+from shared.wire.channels import Channels
 from tests.support.eventually import eventually
 from tests.support.stack import Stack, stack
 from tests.support.text import prompts_of
@@ -91,19 +93,36 @@ async def test_64_mixed_streams_at_once_equal_their_solo_runs_and_leave_nothing_
 
 async def assert_baseline(running: Stack) -> None:
     """No worker runs, holds or reserves anything, and all its blocks are free."""
-    with redis.Redis.from_url(redis_url_of(running)) as connection:
+    environ = environ_of(running)
+    with redis.Redis.from_url(environ["TWOSTROKE_REDIS_URL"]) as connection:
         names = [name.decode() for name in connection.zrange(ROSTER, 0, -1)]
         infos = [WorkerInfo.from_json(connection.get(entry_key(name))) for name in names]
     assert len(infos) == 2
+    channels = Channels(PeerConfig(cluster_secret=environ["TWOSTROKE_CLUSTER_SECRET"]))
     for info in infos:
-        async with grpc.aio.insecure_channel(info.address) as channel:
-            status = await control_pb2_grpc.WorkerStub(channel).GetStatus(control_pb2.GetStatusRequest())
+        status = await control_pb2_grpc.WorkerStub(channels.get(info.address)).GetStatus(control_pb2.GetStatusRequest())
         assert status.num_free_blocks == status.num_blocks - 1
         assert (status.num_running, status.num_waiting, status.num_reservations, status.num_held) == (0, 0, 0, 0)
+    await channels.close()
 
 
-def redis_url_of(running: Stack) -> str:
-    return psutil.Process(running.pid_of("router")).environ()["TWOSTROKE_REDIS_URL"]
+def environ_of(running: Stack) -> dict[str, str]:
+    """What the router was told."""
+    return psutil.Process(running.pid_of("router")).environ()
+
+
+async def test_workers_of_a_stack_take_no_calls_without_its_secret(running: Stack) -> None:
+    environ = environ_of(running)
+    with redis.Redis.from_url(environ["TWOSTROKE_REDIS_URL"]) as connection:
+        info = WorkerInfo.from_json(connection.get(entry_key("decode-0")))
+    async with grpc.aio.insecure_channel(info.address) as channel:
+        with pytest.raises(grpc.RpcError) as refused:
+            await control_pb2_grpc.WorkerStub(channel).GetStatus(control_pb2.GetStatusRequest())
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    secret = environ["TWOSTROKE_CLUSTER_SECRET"]
+    shown = [*running.lines, *(" ".join(p.cmdline()) for p in psutil.Process(running.process.pid).children(recursive=True))]
+    assert len(secret) >= 32
+    assert not any(secret in text for text in shown)
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0", "router", "valkey"])

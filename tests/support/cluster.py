@@ -13,7 +13,8 @@ from services.router.dispatch.dispatcher import Dispatcher
 from services.router.dispatch.fleet import Fleet
 from shared.base.request import Output, Request, SamplingParams
 from shared.base.worker_info import Role, WorkerInfo
-from shared.options.worker import TlsConfig, WorkerConfig
+from shared.options.peers import PeerConfig
+from shared.options.worker import WorkerConfig
 from shared.wire.channels import Channels
 from shared.wire.serving import Server
 from shared.worker.worker import Worker
@@ -82,15 +83,16 @@ class NoPrefixes:
 class Cluster:
     """Some workers and a router's dispatcher over them."""
 
-    def __init__(self) -> None:
+    def __init__(self, cluster_secret: str = "") -> None:
         self.watcher = StaticWatcher()
-        self.channels = Channels(TlsConfig())
+        self.channels = Channels(PeerConfig(cluster_secret=cluster_secret))
+        self._config = WorkerConfig(transfer_timeout_s=2.0, max_num_batched_tokens=64, cluster_secret=cluster_secret)
         self.fleet = Fleet(self.watcher, NoPrefixes(), self.channels, always_hand_off=True)  # type: ignore[arg-type]
         self.dispatcher = Dispatcher(self.fleet, worker_wait_s=5.0)
         self.workers: list[FakeWorker] = []
 
     async def add(self, role: Role, num_blocks: int = 64, **kwargs: object) -> FakeWorker:
-        worker = await FakeWorker(role, num_blocks, **kwargs).start()  # type: ignore[arg-type]
+        worker = await FakeWorker(role, num_blocks, **{"config": self._config, **kwargs}).start()  # type: ignore[arg-type]
         self.workers.append(worker)
         self.announce(worker)
         return worker
@@ -124,8 +126,8 @@ def collect_tokens(outputs: Sequence[Output], request: Request) -> dict[int, lis
 
 
 @asynccontextmanager
-async def cluster() -> AsyncIterator[Cluster]:
-    made = Cluster()
+async def cluster(cluster_secret: str = "") -> AsyncIterator[Cluster]:
+    made = Cluster(cluster_secret)
     try:
         yield made
     finally:

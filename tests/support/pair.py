@@ -17,7 +17,8 @@ from shared.base.worker_info import KvGeometry, Role
 from shared.engine.memory.kv_pool import KvPool
 from shared.engine.memory.pool_memory import SharedStorage
 from shared.kernels.reference import ReferenceKernels
-from shared.options.worker import TlsConfig, WorkerConfig
+from shared.options.peers import PeerConfig
+from shared.options.worker import WorkerConfig
 from shared.rpc import control_pb2, kv_pb2_grpc
 from shared.transfer.handoff import metrics
 from shared.transfer.handoff.links import Links
@@ -62,7 +63,7 @@ class Pair:
         self.receiver = receiver
         self.links = links
         self.num_links_before = num_links_made()
-        self.channels = Channels(TlsConfig())
+        self.channels = Channels(PeerConfig())
         self.geometry = worker.worker.geometry
         self.pool = random_pool(self.geometry, 1)
 

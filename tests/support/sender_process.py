@@ -17,7 +17,8 @@ import torch
 from shared.base.errors import TwostrokeError
 from shared.engine.memory.kv_pool import KvPool
 from shared.kernels.reference import ReferenceKernels
-from shared.options.worker import TlsConfig, WorkerConfig
+from shared.options.peers import PeerConfig
+from shared.options.worker import WorkerConfig
 from shared.rpc import control_pb2, kv_pb2
 from shared.transfer.handoff.links import Links
 from shared.transfer.handoff.sender import Sender
@@ -55,7 +56,7 @@ async def main(address: str, boot_id: str, transport: str, device: str = "cpu") 
     else:
         config = WorkerConfig(transport=transport, transfer_timeout_s=5.0)
         links = make_links(config, pool, lambda: "127.0.0.1")
-    channels = Channels(TlsConfig())
+    channels = Channels(PeerConfig())
     sender: Sender | None = None
     while line := (await asyncio.to_thread(sys.stdin.readline)).split():
         match line:
