@@ -1,10 +1,13 @@
-"""Kernel bodies and the choice between them.
+"""What a model computes with: one interface, three backends, and the choice between them.
 
-    reference   plain torch, runs anywhere; the oracle
-    cpu         compiled C++ for CPUs
-    triton      for GPUs
+    interface.py    the operations, and the legend of axes
+    kv_layout.py    how a block of the KV pool is laid out in bytes, and its typed views
+    reference.py    plain torch, runs anywhere; the oracle of the other two
+    cpu/            compiled C++ for CPUs
+    triton/         for GPUs
 
-A body is imported only when it is chosen, so that none of them needs what another one does.
+In comes the name of a backend and a device, out goes an object of `interface.Kernels`. A backend is imported only when it is
+chosen, so that none of them needs what another one does. `python -m shared.kernels` compiles the CPU's ahead of time.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def load_kernels(name: str, device: torch.device) -> Kernels:
-    """The body called `name` ("auto": the fastest that works on `device`). Raises ConfigError if it cannot run there."""
+    """The backend called `name` ("auto": the fastest that works on `device`). Raises ConfigError if it cannot run there."""
     if name == "auto":
         return _triton() if device.type == "cuda" else _cpu_or_reference()
     if name == "reference":

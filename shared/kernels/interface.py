@@ -1,4 +1,4 @@
-"""The one interface of all kernel bodies, and the legend of axes that every body uses.
+"""The one interface of all kernel backends, and the legend of axes that every backend uses.
 
     T  tokens in the step (flattened, no padding)      Hq  query heads      D   head size
     S  sequences in the step                           Hkv KV heads         BS  block size
@@ -6,10 +6,10 @@
 
 The pool is `[NB, L, 2, Hkv, bytes of a head]`: a block is one contiguous run of bytes that holds K (0) and V (1) of all layers.
 Kernels that compute get one layer of it as typed views (`KvLayer`, see `shared/kernels/kv_layout.py`); kernels that move whole
-blocks get bytes. Block 0 belongs to nobody: padding may point there.
+blocks get bytes. Block 0 is the null block: padding may point there.
 
-A body never allocates what it can write in place, never synchronizes with the host, and computes inside in float32.
-`shared/kernels/reference.py` is the oracle; each other body is tested against it.
+A backend never allocates what it can write in place, never synchronizes with the CPU, and computes inside in float32.
+`shared/kernels/reference.py` is the oracle; each other backend is tested against it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Kernels(Protocol):
     also hold int8 or float8_e4m3fn with scales."""
 
     name: str
-    is_capturable: bool  # launches hang on shapes and host integers alone, so that a CUDA graph may repeat them
+    is_capturable: bool  # launches depend on shapes and Python integers alone, so that a CUDA graph may repeat them
 
     def pack_linear(self, weight: Tensor) -> Any:
         """Prepares a weight [E_out, E_in] once, at load; the result is opaque and goes to `linear`."""

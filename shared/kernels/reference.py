@@ -1,8 +1,9 @@
-"""The reference body: plain torch, exact, on any device. Axes as in `shared/kernels/interface.py`.
+"""The reference backend: plain torch, exact, on any device. Axes as in `shared/kernels/interface.py`.
 
-It is the oracle of the other bodies and the fallback where none of them runs. Sequences with one query are one batched gather
+It is the oracle of the other backends and the fallback where none of them runs. Sequences with one query are one batched gather
 and one masked softmax; longer ones are few, and go one by one in slices of queries, so that scores never take more than
-[Hq, _QUERY_SLICE, keys]. Unlike the other bodies it reads `query_starts` and `context_lens` back to the host for the longer ones.
+[Hq, _QUERY_SLICE, keys]. Unlike the other backends it reads `query_starts` and `context_lens` back to the CPU for the longer
+ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _QUERY_SLICE = 256
 
 class ReferenceKernels:
     name = "reference"
-    is_capturable = False  # reads lengths back to the host, and gathers as many keys as there may be
+    is_capturable = False  # reads lengths back to the CPU, and gathers as many keys as there may be
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         return weight
@@ -124,7 +125,7 @@ def _attend(
     visible = keys <= positions.unsqueeze(2)  # [B, Q, keys]
     if window:
         visible &= keys > positions.unsqueeze(2) - window
-    # Slots that nobody sees may hold anything: 0 * NaN would still be NaN.
+    # Slots that no query sees may hold anything: 0 * NaN would still be NaN.
     unseen = ~visible.any(1)  # [B, keys]
     v.masked_fill_(unseen.unsqueeze(2), 0.0)
     grouped = (q.float() * scale).unflatten(2, (num_kv_heads, -1)).permute(2, 0, 3, 1, 4)  # [Hkv, B, Hq / Hkv, Q, D]
@@ -144,7 +145,7 @@ def _attend(
 
 def _threshold(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """The smallest logit of each row that top-k, top-p and min-p leave, [N, 1]. A threshold rather than a rank: equal logits
-    share a fate, so that no result hangs on how a device's sort breaks ties."""
+    share a fate, so that no result depends on how a device's sort breaks ties."""
     ordered = logits.sort(dim=-1, descending=True).values
     vocab_size = logits.shape[1]
     k = torch.where(batch.top_k == 0, vocab_size, batch.top_k).clamp(max=vocab_size)

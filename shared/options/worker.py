@@ -22,7 +22,7 @@ class WorkerConfig(PeerConfig):
         choices=("auto", "fp8", "fp8_e4m3", "int8"),
     )
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
-    kernels: str = option("auto", "kernel bodies to use", choices=("auto", "reference", "cpu", "triton"))
+    kernels: str = option("auto", "kernel backend to use", choices=("auto", "reference", "cpu", "triton"))
     max_model_len: int | None = option(None, "longest sequence, prompt plus output; default: the model's own limit")
     max_num_seqs: int = option(32, "most sequences in one step")
     max_num_batched_tokens: int | None = option(None, "most tokens in one step; default: prefill 2048, others 512, on a CPU 256")

@@ -1,4 +1,4 @@
-"""What the tests of the CPU kernels share: the compiled body, the oracle, and random paged batches."""
+"""What the tests of the CPU kernels share: the compiled backend, the oracle, and random paged batches."""
 
 from __future__ import annotations
 

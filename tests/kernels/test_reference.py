@@ -231,7 +231,7 @@ def test_equal_logits_at_the_border_of_a_filter_share_their_fate() -> None:
     assert set(KERNELS.sample(logits, sampling_batch(1000, top_p=0.7)).tolist()) == {0, 1, 2}
 
 
-# Choice of a body
+# Choice of a backend
 
 
 def test_the_body_is_chosen_by_name_and_device() -> None:

@@ -1,5 +1,5 @@
 """Every launch that dispatch can choose compiles for NVIDIA devices of two generations, without spills, into the instructions
-that its speed hangs on. Needs no GPU."""
+that its speed depends on. Needs no GPU."""
 
 from __future__ import annotations
 

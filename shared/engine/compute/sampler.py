@@ -5,7 +5,7 @@
     3  repeat rows of sequences that fork into n outputs
     4  temperature, filters, draw                     (Kernels.sample, with counter-based numbers)
 
-Rows whose logits are not finite are refused: a body's kernels may make any token of them.
+Rows whose logits are not finite are refused: a backend may make any token of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NotFiniteLogits(Internal):
 
 @dataclass(frozen=True, slots=True)
 class _Logprobs:
-    """In host memory, for the A of a step's rows that ask and the N tokens that these sample."""
+    """In main memory, for the A of a step's rows that ask and the N tokens that these sample."""
 
     rows: Sequence[int]  # [A] which rows of the step
     own: Tensor  # [N] of the sampled tokens
@@ -52,7 +52,7 @@ class Samples:
     scheduled: Sequence[ScheduledSequence]
     token_ids: Tensor  # [N] int64, on the device: num_samples of each sequence, in the plan's order
     host_token_ids: Tensor  # [N]
-    largest: Tensor  # [R], host memory: greatest logit of each row; NaN if any is, infinite if one is or none is finite
+    largest: Tensor  # [R], main memory: greatest logit of each row; NaN if any is, infinite if one is or none is finite
     logprobs: _Logprobs | None
     fence: Fence
 

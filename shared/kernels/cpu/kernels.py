@@ -1,4 +1,4 @@
-"""The CPU body of the kernel interface: compiled C++, and torch's matrix product where the CPU multiplies bfloat16 natively."""
+"""The CPU backend of the kernel interface: compiled C++, and torch's matrix product where the CPU multiplies bfloat16 natively."""
 
 from __future__ import annotations
 

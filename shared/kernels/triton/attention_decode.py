@@ -4,7 +4,7 @@
    keys. Few sequences with long contexts would leave most of the device idle, hence the split over keys.
 2. `reduce_kernel`, grid (S, Hq), only with more than one split: merges the shares' partial results by their weights.
 
-The number of splits depends on host integers alone (batch size, longest context), so the launch can be captured in a CUDA
+The number of splits depends on Python integers alone (batch size, longest context), so the launch can be captured in a CUDA
 graph; the shares follow each sequence's true length, read on the device. A captured launch is made for the longest context that may
 be: a short one is cut into shares of one tile, and programs that are left without keys end at once.
 

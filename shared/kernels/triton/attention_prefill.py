@@ -2,7 +2,7 @@
 
 Grid (query tiles, Hkv). A tile holds `TILE_TOKENS` consecutive tokens of one sequence times the query heads of one KV head.
 No table of tiles is built: `sequence_of_tile` finds a tile's sequence by bisecting `query_starts`, with an upper bound of
-tiles per sequence that host integers give. A tile attends first to the keys that all its rows see, without masks, then to
+tiles per sequence that Python integers give. A tile attends first to the keys that all its rows see, without masks, then to
 those around the diagonal (or in the window), with masks. Keys of earlier chunks are just keys in earlier blocks.
 """
 

@@ -1,4 +1,4 @@
-"""The GPU body of the kernel interface: shapes are checked here and in the wrappers, the arithmetic is one file per idea."""
+"""The GPU backend of the kernel interface: shapes are checked here and in the wrappers, the arithmetic is one file per idea."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shared.kernels.triton.sampling import sample_launch
 
 
 class TritonKernels:
-    """Implements `shared.kernels.interface.Kernels`. Nothing here synchronizes with the host, and launch grids hang only on
-    shapes and on the host integers of a batch, so a step can be captured in a CUDA graph."""
+    """Implements `shared.kernels.interface.Kernels`. Nothing here waits for the device, and launch grids depend only on
+    shapes and on the Python integers of a batch, so a step can be captured in a CUDA graph."""
 
     name = "triton"
     is_capturable = True
