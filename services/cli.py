@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from shared.base.errors import ConfigError
+from shared.base.exit_codes import CONFIG_ERROR, INTERRUPTED
 from shared.base.version import VERSION
 
 _COMMANDS = {
@@ -17,7 +18,6 @@ _COMMANDS = {
     "decode": ("services.decode.__main__", "a worker that generates from computed prompts"),
     "bench": ("bench.__main__", "measures a server under load"),
 }
-_CONFIG_ERROR, _INTERRUPTED = 2, 130
 
 # Read when torch is imported. An idle engine sleeps: OpenMP's threads spin no longer than from one product of a step to
 # the next. Weights and KV pools in large pages are read faster: products of 32 rows take 0.8 to 0.9 of the time.
@@ -44,9 +44,9 @@ def _run(command: str, argv: Sequence[str]) -> int:
         importlib.import_module(_COMMANDS[command][0]).main(argv)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return _CONFIG_ERROR
+        return CONFIG_ERROR
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
     return 0
 
 

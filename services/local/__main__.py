@@ -8,14 +8,12 @@ A mistake that the operator can mend is a ConfigError, before or from a child, a
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import os
 import secrets
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,10 +28,12 @@ from services.local.launch import launch_command
 from services.local.stack import Stack
 from services.local.supervisor import ChildFailed, Supervisor
 from services.local.valkey import ValkeyAddress
+from shared.base.address import Address
 from shared.base.cache_dir import cache_dir
 from shared.base.errors import ConfigError
 from shared.models.fetch import default_model_folder, is_fetched
 from shared.options.config import parse_config
+from shared.process.listener import listen
 
 
 def main(argv: Sequence[str]) -> None:
@@ -51,13 +51,8 @@ def main(argv: Sequence[str]) -> None:
 
 def _free_port(host: str, port: int) -> int:
     """`port` if it can be listened on, or for 0 one that can. Raises ConfigError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.create_server((host, port), family=family) as probe:
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        reason = "the port is in use; choose another with --port" if error.errno == errno.EADDRINUSE else error.strerror
-        raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from None
+    with listen(host, port) as probe:
+        return int(probe.getsockname()[1])
 
 
 def _model(model: str) -> str:
@@ -144,8 +139,8 @@ def _shape(config: UpConfig) -> str:
 
 
 def _url(config: UpConfig) -> str:
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
-    return f"http://{host}:{config.port}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    return f"http://{Address(host, config.port)}"
 
 
 def _curl(config: UpConfig) -> str:

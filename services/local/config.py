@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from shared.options.checks import check_at_least
 from shared.options.config import option
 from shared.options.worker import WorkerConfig
 
@@ -20,7 +21,7 @@ class UpConfig(WorkerConfig):
     prefill: int | None = option(None, "prefill workers; default: 1, or 0 with --colocated")
     decode: int | None = option(None, "decode workers; default: 1, or 0 with --colocated")
     colocated: int = option(0, "workers that do both phases, as the baseline to compare with")
-    host: str = option("127.0.0.1", "address of the HTTP server")
+    host: str = option("127.0.0.1", "address of the HTTP server, IPv4 or IPv6")
     port: int = option(8000, "port of the HTTP server; 0 picks a free one")
     api_key: str = option("", "key that clients must send; default: none needed", secret=True)
     handoff: str = option(
@@ -35,10 +36,7 @@ class UpConfig(WorkerConfig):
 
     def __post_init__(self) -> None:
         super(UpConfig, self).__post_init__()
-        for name in ("prefill", "decode", "colocated"):
-            count = getattr(self, name)
-            if count is not None and count < 0:
-                raise ValueError(f"--{name} is {count}; it must be at least 0")
+        check_at_least(0, self, "prefill", "decode", "colocated")
         if self.num_decode + self.colocated == 0:
             raise ValueError("--decode and --colocated are both 0; somebody must generate")
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from services.local.child import Child, ChildSpec, Observer
 from shared.base.errors import ConfigError
-
-CONFIG_ERROR_EXIT_CODE = 2
+from shared.base.exit_codes import CONFIG_ERROR
 
 
 class ChildFailed(Exception):
@@ -116,7 +115,7 @@ class Supervisor:
     def _check_start(self, child: Child, exit_code: int, num_failed_starts: int) -> None:
         """Raises if a child that ended before it was ready should not be tried again."""
         name = child.spec.name
-        if exit_code == CONFIG_ERROR_EXIT_CODE:
+        if exit_code == CONFIG_ERROR:
             raise ConfigError(f"{name}: {child.last_line.removeprefix('error: ')}")
         if exit_code == -signal.SIGKILL:
             raise ConfigError(f"{name} was killed while it started, which the system does when there is too little memory")

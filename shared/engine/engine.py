@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from shared.base.errors import Internal, TwostrokeError, Unavailable
+from shared.base.exit_codes import BROKEN
 from shared.base.request import Output, Request
 from shared.base.worker_info import Load
 from shared.engine import metrics
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 
 # A step that fails ends its own requests. This many in a row mean that the device or the process is broken: a restart is better.
 _MAX_CONSECUTIVE_FAILURES = 3
-_EXIT_CODE = 70
 
 Listener = Callable[[Sequence[Event]], None]
 
@@ -176,7 +176,7 @@ class Engine:
         except BaseException:
             # Bookkeeping is broken, so nothing this process says can be trusted. The router continues its requests elsewhere.
             log.critical("engine loop failed", exc_info=True)
-            os._exit(_EXIT_CODE)
+            os._exit(BROKEN)
 
     def _begin(self) -> _Step | None:
         """Launches a step as soon as there is something to do. None: the engine is to stop."""
@@ -270,12 +270,12 @@ class Engine:
         self._num_failures += 1
         if self._num_failures >= _MAX_CONSECUTIVE_FAILURES:
             log.critical("%d steps failed in a row; exiting", self._num_failures)
-            os._exit(_EXIT_CODE)
+            os._exit(BROKEN)
 
 
 def _exit_stuck(lasted_s: float) -> None:
     log.critical("a step has not ended after %.1f s; exiting, so that others continue its requests", lasted_s)
-    os._exit(_EXIT_CODE)
+    os._exit(BROKEN)
 
 
 class _PrefillRate:

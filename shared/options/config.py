@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from shared.base.errors import ConfigError
+from shared.base.exit_codes import CONFIG_ERROR
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ def exit_on_config_error() -> Iterator[None]:
         yield
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(CONFIG_ERROR)
 
 
 def option(

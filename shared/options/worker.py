@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shared.options.checks import check_advertised, check_at_least, check_listener, check_port, served_name
 from shared.options.config import option, size_bytes
 from shared.options.peers import PeerConfig
 
@@ -33,10 +34,13 @@ class WorkerConfig(PeerConfig):
     num_blocks: int | None = option(None, "KV blocks; overrides what memory would allow")
     enable_prefix_caching: bool = option(True, "reuse KV blocks of earlier requests with the same prefix")
     num_threads: int | None = option(None, "compute threads on a CPU; default: the cores this process may use")
-    host: str = option("127.0.0.1", "address to listen on")
+    host: str = option("127.0.0.1", "address to listen on, IPv4 or IPv6; 0.0.0.0 or ::, all of this machine's")
     port: int = option(0, "gRPC port; 0 picks a free one")
-    advertise: str = option("", "host:port that others reach this worker at; default: --host and the real port")
-    worker_id: str = option("", "stable name of this worker; default: role, host and port")
+    advertise: str = option(
+        "",
+        "host:port that others reach this worker at; default: the port at --host, or at this machine's own address",
+    )
+    worker_id: str = option("", "stable name of this worker, unlike all others'; default: role and address")
     redis_url: str = option("redis://127.0.0.1:6379/0", "Redis or Valkey with registry and prefix index", secret=True)
     metrics_port: int | None = option(None, "serve /metrics on this port; default: off")
     transport: str = option(
@@ -50,23 +54,17 @@ class WorkerConfig(PeerConfig):
 
     def __post_init__(self) -> None:
         super(WorkerConfig, self).__post_init__()  # slots=True makes a new class: zero-argument super() would miss it
-        _at_least_one(self, "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "num_threads", "max_model_len")
+        check_at_least(1, self, "max_num_seqs", "max_num_batched_tokens", "num_blocks", "num_threads", "max_model_len")
+        check_listener(self.host, self.port)
+        check_port(self.metrics_port, "--metrics-port")
+        check_advertised(self.advertise)
         if self.block_size not in (8, 16, 32, 64, 128):
             raise ValueError(f"--block-size is {self.block_size}; it must be one of 8, 16, 32, 64, 128")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1")
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"--port is {self.port}; it must be between 0 and 65535")
         if self.transfer_timeout_s <= 0 or self.drain_timeout_s < 0:
             raise ValueError("--transfer-timeout-s and --drain-timeout-s must be positive")
 
     @property
     def model_name(self) -> str:
-        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
-
-
-def _at_least_one(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+        return served_name(self.model, self.served_model_name)

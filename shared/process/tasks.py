@@ -8,9 +8,9 @@ import os
 from collections.abc import Coroutine
 from typing import Any
 
-log = logging.getLogger(__name__)
+from shared.base.exit_codes import BROKEN
 
-_EXIT_CODE = 70
+log = logging.getLogger(__name__)
 
 
 def start_essential(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -24,7 +24,7 @@ def start_essential(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[
 def _exit_if_failed(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.critical("task %s failed; exiting", task.get_name(), exc_info=error)
-        os._exit(_EXIT_CODE)
+        os._exit(BROKEN)
 
 
 async def cancel_and_wait(task: asyncio.Task[Any] | None) -> None:

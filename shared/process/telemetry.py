@@ -7,6 +7,7 @@ import sys
 
 from prometheus_client import start_http_server
 
+from shared.base.address import Address
 from shared.base.errors import ConfigError
 
 # Seconds, from one token's time on a fast GPU to a long prompt on a slow CPU.
@@ -30,4 +31,4 @@ def serve_metrics(host: str, port: int) -> None:
     try:
         start_http_server(port, addr=host)
     except OSError as error:
-        raise ConfigError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from None
+        raise ConfigError(f"cannot serve metrics on {Address(host, port)}: {error.strerror}") from None

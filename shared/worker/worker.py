@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shared.base.address import Address
 from shared.base.errors import InvalidRequest
 from shared.base.request import Request
 from shared.base.worker_info import Role, WorkerInfo
@@ -30,6 +31,7 @@ from shared.engine.threads import compute_on_one_core, in_own_thread
 from shared.index.registry import Registration
 from shared.options.worker import WorkerConfig
 from shared.process.malloc import keep_large_buffers
+from shared.process.own_address import own_address
 from shared.process.readiness import notify_progress, notify_ready
 from shared.process.telemetry import configure_logging, serve_metrics
 from shared.rpc import control_pb2, control_pb2_grpc
@@ -68,15 +70,15 @@ class Worker:
         self.engine = Engine(runner, _scheduler(config, role, runner), self.streams.post)
         self.transports: tuple[str, ...] = ()  # by which this worker sends or takes blocks
         self._runner = runner
-        self._address = ""
+        self._address = _own_address(config, 0)
         self._closers: list[Callable[[], Awaitable[None]]] = []
 
     def listens_on(self, port: int) -> None:
-        self._address = self.config.advertise or f"{self.config.host}:{port}"
+        self._address = _own_address(self.config, port)
 
     def host_name(self) -> str:
         """The name that others reach this host by. Known once the server listens."""
-        return self._address.rpartition(":")[0].strip("[]")
+        return self._address.host
 
     def at_close(self, closer: Callable[[], Awaitable[None]]) -> None:
         """Has `closer` awaited by `close`, last registered first."""
@@ -100,7 +102,7 @@ class Worker:
             worker_id=self.config.worker_id or f"{self.role.value}@{self._address}",
             boot_id=self.boot_id,
             role=self.role,
-            address=self._address,
+            address=str(self._address),
             model=self.config.model_name,
             digest=self.geometry.digest,
             block_size=self.geometry.block_size,
@@ -111,6 +113,10 @@ class Worker:
             draining=self.is_draining,
             load=self.engine.load(),
         )
+
+
+def _own_address(config: WorkerConfig, port: int) -> Address:
+    return own_address(config.host, port, config.advertise, config.redis_url)
 
 
 def _scheduler(config: WorkerConfig, role: Role, runner: ModelRunner) -> Scheduler:
@@ -153,6 +159,7 @@ class _StatusService(control_pb2_grpc.WorkerServicer):
 def run_worker(config: WorkerConfig, role: Role, services: Callable[[Worker], Sequence[Service]]) -> None:
     """Runs until SIGTERM or SIGINT. Raises ConfigError for what an operator can mend."""
     configure_logging(config.log_level, config.worker_id or role.value)
+    _own_address(config, config.port)  # there must be one: better known before the model is loaded
     keep_large_buffers()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     compute_on_one_core()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -43,6 +44,10 @@ class Recipe:
         (port,) = free_ports(1)
         own = ("--port", str(port), "--advertise", f"localhost:{port}", "--worker-id", name)
         return self._part(role, name, *WORKER_FLAGS, *own, *flags)
+
+    def nameless_worker(self, role: str, *flags: str) -> Part:
+        """Takes a free port, and is told neither its name nor its address."""
+        return self._part(role, f"{role}{flags[-1]}", *WORKER_FLAGS, *flags)
 
     def router(self, *flags: str) -> tuple[Part, str]:
         (port,) = free_ports(1)
@@ -148,6 +153,43 @@ async def status_by(channel: Any) -> str:
     except grpc.RpcError as error:
         return str(error.code().name)
     return "OK"
+
+
+async def test_parts_with_one_secret_serve_each_other_and_who_has_another_serves_nobody(recipe: Recipe, tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for path in (ours, theirs):
+        path.touch(0o600)
+        path.write_text(secrets.token_urlsafe())
+    flag = "--cluster-secret-file"
+    router, url = recipe.router("--handoff", "always", flag, str(ours))
+    prefill = recipe.worker("prefill", "prefill-1", flag, str(ours))
+    decode = recipe.worker("decode", "decode-1", flag, str(ours))
+    stranger = recipe.worker("decode", "stranger", flag, str(theirs))
+    async with started(prefill, decode, router):
+        whole = await complete(url)
+        assert await handoffs(url) >= 1
+        address = decode.flag("--advertise")
+        assert await status_of(address, PeerConfig()) == "UNAUTHENTICATED"
+        assert await status_of(address, PeerConfig(cluster_secret_file=str(theirs))) == "UNAUTHENTICATED"
+        assert await status_of(address, PeerConfig(cluster_secret_file=str(ours))) == "OK"
+        async with started(stranger):
+            texts = [(await complete(url))["choices"][0]["text"] for _ in range(12)]
+            assert texts == [whole["choices"][0]["text"]] * 12
+            await eventually(lambda: "does not bear this cluster's secret" in stranger.log_path.read_text(), timeout_s=30)
+        assert not [part.name for part in (router, prefill, decode, stranger) if ours.read_text() in part.log_path.read_text()]
+
+
+async def test_workers_on_all_addresses_register_ones_that_are_reached_and_ids_of_their_own(recipe: Recipe) -> None:
+    router, url = recipe.router("--handoff", "always", "--host", "::")
+    prefill = recipe.nameless_worker("prefill", "--host", "0.0.0.0")
+    decode = recipe.nameless_worker("decode", "--host", "::")
+    other = recipe.nameless_worker("decode", "--host", "::1")
+    async with started(prefill, decode, other, router):
+        await complete(url)
+        assert await handoffs(url) >= 1
+        await decode.stop()
+        await complete(url, prompt="over IPv6 only")
+        assert await handoffs(url) >= 2
 
 
 async def test_mtls_serves_and_workers_of_another_authority_are_refused_while_the_rest_goes_on(

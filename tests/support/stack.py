@@ -16,13 +16,15 @@ from pathlib import Path
 import httpx
 import psutil
 
+from shared.base.address import Address
+
 READY_TIMEOUT_S = 150.0
 
 
 class Stack:
-    def __init__(self, port: int, process: subprocess.Popen[str]) -> None:
+    def __init__(self, host: str, port: int, process: subprocess.Popen[str]) -> None:
         self.port = port
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{Address(host, port)}"
         self.process = process
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -75,16 +77,17 @@ def free_port() -> int:
 
 
 @contextmanager
-def stack(model: Path, *flags: str) -> Iterator[Stack]:
+def stack(model: Path, *flags: str, host: str = "127.0.0.1") -> Iterator[Stack]:
     port = free_port()
+    listens = ("--host", host, "--port", str(port))
     process = subprocess.Popen(
-        [sys.executable, "-m", "services.cli", "up", "--model", str(model), "--port", str(port), *flags],
+        [sys.executable, "-m", "services.cli", "up", "--model", str(model), *listens, *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
-    made = Stack(port, process)
+    made = Stack(host, port, process)
     try:
         made.wait_ready()
         yield made

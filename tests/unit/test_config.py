@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
 
 from services.local.config import UpConfig
+from services.router.config import RouterConfig
 from shared.base.errors import ConfigError
 from shared.options.config import option, parse_config, size_bytes, to_environ
 from shared.options.worker import WorkerConfig
@@ -128,14 +130,93 @@ def test_only_what_differs_from_the_default_is_handed_on():
         ["--max-num-seqs", "0"],
         ["--block-size", "12"],
         ["--gpu-memory-utilization", "1.5"],
-        ["--port", "70000"],
-        ["--tls-cert", "cert.pem"],
+        ["--gpu-memory-utilization", "0"],
+        ["--port", "65536"],
+        ["--port", "-1"],
+        ["--metrics-port", "65536"],
+        ["--host", ""],
+        ["--host", "[::1]"],
+        ["--advertise", "worker-1"],
+        ["--advertise", "0.0.0.0:7001"],
+        ["--advertise", "[::]:7001"],
         ["--num-blocks", "0"],
+        ["--num-threads", "0"],
+        ["--max-model-len", "0"],
+        ["--max-num-batched-tokens", "0"],
+        ["--transfer-timeout-s", "0"],
+        ["--drain-timeout-s", "-1"],
+        ["--cluster-secret", "15 characters.."],
+        ["--cluster-secret", "letters of a h\u00f6her order"],
+        ["--cluster-secret-file", "f", "--cluster-secret", "sixteen letters!"],
     ],
 )
 def test_worker_options_out_of_range_are_refused_by_name(argv):
-    with pytest.raises(ConfigError, match=argv[0]):
+    with pytest.raises(ConfigError, match=argv[0]) as refused:
         parse_config(WorkerConfig, argv, "prog", {})
+    assert "letters" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *(["--port", "65535"], ["--port", "1"], ["--host", "::1"], ["--host", "0.0.0.0"], ["--advertise", "[2001:db8::7]:1"]),
+        *(["--num-threads", "1"], ["--gpu-memory-utilization", "1"], ["--block-size", "8"], ["--drain-timeout-s", "0"]),
+        ["--cluster-secret", "sixteen letters!"],
+    ],
+)
+def test_worker_options_at_the_edge_of_their_range_are_taken(argv):
+    assert parse_config(WorkerConfig, argv, "prog", {}) != WorkerConfig()
+
+
+TLS = {"--tls-cert": "c", "--tls-key": "k", "--tls-ca": "a"}
+
+
+@pytest.mark.parametrize("options", [WorkerConfig, RouterConfig])
+@pytest.mark.parametrize("given", [names for n in (1, 2) for names in itertools.combinations(TLS, n)], ids="+".join)
+def test_tls_by_half_is_refused_and_what_is_missing_is_named(options, given):
+    with pytest.raises(ConfigError, match="go together") as refused:
+        parse_config(options, [word for flag in given for word in (flag, TLS[flag])], "prog", {})
+    missing = str(refused.value).partition("; ")[2]
+    assert {flag for flag in TLS if flag in missing} == TLS.keys() - set(given)
+
+
+@pytest.mark.parametrize("options", [WorkerConfig, RouterConfig])
+def test_whole_tls_is_taken(options):
+    config = parse_config(options, [word for pair in TLS.items() for word in pair], "prog", {})
+    assert (config.tls_cert, config.tls_key, config.tls_ca) == ("c", "k", "a")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--port", "65536"],
+        ["--host", "a b"],
+        ["--ssl-certfile", "c"],
+        ["--ssl-keyfile", "k"],
+        ["--request-timeout-s", "0"],
+        ["--max-concurrent-requests", "0"],
+        ["--max-request-bytes", "0"],
+    ],
+)
+def test_router_options_out_of_range_are_refused_by_name(argv):
+    with pytest.raises(ConfigError, match=argv[0]):
+        parse_config(RouterConfig, argv, "prog", {})
+
+
+def test_secrets_are_not_in_what_python_shows_of_options():
+    config = up("--api-key", "sesame", "--redis-url", "redis://:sesame@h", TWOSTROKE_CLUSTER_SECRET="sesame" * 9)
+    assert config.api_key == "sesame"
+    assert "sesame" not in repr(config)
+    assert "api_key" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("model", "served_model_name", "name"),
+    [("/models/m", "", "m"), ("/models/m/", "", "m"), ("org/m", "", "m"), ("m", "", "m"), ("/models/m", "n", "n")],
+)
+def test_a_model_is_served_under_the_last_part_of_its_path_or_the_name_it_is_given(model, served_model_name, name):
+    assert WorkerConfig(model=model, served_model_name=served_model_name).model_name == name
+    assert RouterConfig(model=model, served_model_name=served_model_name).model_name == name
 
 
 def up(*argv: str, **environ: str) -> UpConfig:
