@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up setup model kernels test bench bench-cpu gpu-check chaos lint format proto clean
+.PHONY: help up setup model kernels test bench bench-cpu gpu-check chaos mutants lint format proto clean
 
 help:  ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -36,6 +36,9 @@ gpu-check: setup $(VENV)/.installed-dev  ## test and measure the GPU kernels on 
 
 chaos: setup $(VENV)/.installed-dev  ## real processes under load and a hundred random faults; options go into ARGS
 	@$(BIN)/python -m tests.chaos $(ARGS)
+
+mutants: setup $(VENV)/.installed-mutants  ## small faults put into the code, one at a time: do the tests notice? takes an hour
+	@$(BIN)/python -m tests.mutants --out bench/reports/mutants.json $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## check style and types
 	@$(BIN)/ruff check
@@ -79,4 +82,9 @@ $(VENV)/.installed: $(VENV)/.created constraints.txt pyproject.toml
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing what tests and checks need"
 	@$(PIP) install --editable '.[dev]' --constraint constraints.txt
+	@touch $@
+
+$(VENV)/.installed-mutants: $(VENV)/.installed-dev
+	@echo "installing what the mutation run needs"
+	@$(PIP) install --editable '.[mutants]' --constraint constraints.txt
 	@touch $@
