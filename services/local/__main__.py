@@ -32,6 +32,7 @@ from shared.base.address import Address
 from shared.base.cache_dir import cache_dir
 from shared.base.errors import ConfigError
 from shared.models.fetch import default_model_folder, is_fetched
+from shared.models.locate import is_local, locate
 from shared.options.config import parse_config
 from shared.process.listener import listen
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
     config = parse_config(UpConfig, argv, "twostroke up", os.environ)
     started_s = time.monotonic()
     config = replace(config, port=_free_port(config.host, config.port))
-    config = replace(config, model=_model(config.model))
+    config = replace(config, model=_model(config))
     if not (config.cluster_secret or config.cluster_secret_file):
         config = replace(config, cluster_secret=secrets.token_urlsafe(32))
     try:
@@ -55,18 +56,13 @@ def _free_port(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def _model(model: str) -> str:
-    """The path of the model, or a hub id as it is. Raises ConfigError for a path with no model."""
-    if not model:
+def _model(config: UpConfig) -> str:
+    """The path of the model, or a hub id as it is, which is downloaded here: once, and not by every child. Raises ConfigError if
+    there is no such model."""
+    if not config.model:
         return str(_default_model())
-    path = Path(model).expanduser()
-    if path.is_dir() and not (path / "config.json").exists() and not any(path.glob("*.gguf")):
-        raise ConfigError(f"--model is {model!r}, a folder without config.json or a .gguf file")
-    if path.exists():
-        return str(path.absolute())
-    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise ConfigError(f"--model is {model!r}, and there is no such file or folder")
-    return model
+    locate(config.model, config.revision, config.tokenizer)
+    return str(Path(config.model).expanduser().absolute()) if is_local(config.model) else config.model
 
 
 def _default_model() -> Path:

@@ -17,7 +17,8 @@ _DRAIN_TIMEOUT_S = 0.5
 class UpConfig(WorkerConfig):
     """Serves on this machine: Valkey, workers and a router, supervised. Options of a worker go to every worker."""
 
-    model: str = option("", "folder with a model, or a hub id; default: SmolLM2-135M-Instruct, fetched once")
+    model: str = option("", "folder with a model, .gguf file or hub id; default: SmolLM2-135M-Instruct, fetched once")
+    tokenizer: str = option("", "folder, .gguf file or hub id with the tokenizer; default: the model's own")
     prefill: int | None = option(None, "prefill workers; default: 1, or 0 with --colocated")
     decode: int | None = option(None, "decode workers; default: 1, or 0 with --colocated")
     colocated: int = option(0, "workers that do both phases, as the baseline to compare with")

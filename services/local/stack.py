@@ -57,6 +57,7 @@ class Stack:
         options = to_environ(PeerConfig(**{option.name: getattr(config, option.name) for option in fields(PeerConfig)}))
         options |= {"TWOSTROKE_HOST": config.host, "TWOSTROKE_PORT": str(config.port), "TWOSTROKE_MODEL": config.model}
         options |= {"TWOSTROKE_SERVED_MODEL_NAME": config.model_name, "TWOSTROKE_REVISION": config.revision}
+        options |= {"TWOSTROKE_TOKENIZER": config.tokenizer}
         options |= {"TWOSTROKE_API_KEY": config.api_key, "TWOSTROKE_REDIS_URL": self.redis_url}
         options |= {"TWOSTROKE_HANDOFF": config.handoff, "TWOSTROKE_LOG_LEVEL": config.log_level}
         return self._spec("router", _service("router"), self._inherited() | options)

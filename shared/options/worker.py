@@ -13,7 +13,7 @@ from shared.options.peers import PeerConfig
 class WorkerConfig(PeerConfig):
     """A Twostroke worker: one engine with a gRPC server in front."""
 
-    model: str = option("", "folder with a model, or a hub id")
+    model: str = option("", "folder with a model, .gguf file or hub id")
     served_model_name: str = option("", "name clients use; default: the last part of --model")
     revision: str = option("", "hub revision of --model")
     dtype: str = option("auto", "compute type", choices=("auto", "bfloat16", "float16", "float32"))

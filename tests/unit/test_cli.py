@@ -51,7 +51,7 @@ def test_version_is_the_packages(capsys):
         (("fly",), ["'fly'", "up, router, prefill, decode, bench"]),
         (("up", "--prefill", "some"), ["--prefill", "'some'", "whole number"]),
         (("up", "--port", "0", "--model", "/no/such/folder"), ["--model", "/no/such/folder"]),
-        (("up", "--port", "0", "--model", "tests"), ["--model", "'tests'", "config.json"]),
+        (("up", "--port", "0", "--model", "tests"), ["--model", "/tests", "no weights"]),
         (("up", "--host", "192.0.2.1", "--model", "."), ["192.0.2.1"]),  # an address of documentation, never this machine's
     ],
 )

@@ -39,6 +39,9 @@ TORCH_FREE = (
     "shared.index",
     "shared.rpc",
     "shared.engine.schedule",
+    "shared.models.locate",
+    "shared.models.tokenizer",
+    "shared.models.fetch",
 )
 
 

@@ -6,12 +6,11 @@ import json
 import shutil
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GPT2Config, LlamaConfig, PreTrainedModel
+from transformers import GPT2Config, LlamaConfig
 
 from shared.base.errors import ConfigError
 from shared.engine.compute.batch import build_batch, known_token_ids
@@ -24,6 +23,7 @@ from shared.models.digest import weights_digest
 from shared.models.dtype import choose_dtype, has_native_bfloat16
 from shared.models.locate import locate
 from tests.support.engine import KINDS, VOCAB_SIZE, make_sequence, make_tiny_model, schedule, tiny_runner
+from tests.support.gguf_files import write_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -98,32 +98,10 @@ def test_a_sharded_checkpoint_loads_like_a_single_file_and_ignores_a_second_copy
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def write_gguf(model: PreTrainedModel, file: Path) -> None:
-    """A qwen2 model in float32, by the names that llama.cpp gives."""
-    config, names = model.config, gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, model.config.num_hidden_layers)
-    writer = gguf.GGUFWriter(str(file), "qwen2")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
-    for name, tensor in model.state_dict().items():
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def test_a_gguf_file_and_a_folder_with_only_one_load_like_the_model_it_was_made_of(tmp_path: Path) -> None:
     model = make_tiny_model("qwen2", tmp_path / "safetensors")
     (tmp_path / "gguf").mkdir()
-    write_gguf(model, tmp_path / "gguf" / "tiny.gguf")
+    write_model(model, tmp_path / "gguf" / "tiny.gguf")
     ids = random_ids(20, seed=6)
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0]
@@ -221,23 +199,6 @@ def test_yarn_stretches_the_longest_sequence_and_windows_are_per_layer(tmp_path:
     assert read_config(tmp_path / "yarn").max_position == 256
     make_tiny_model("qwen2-window", tmp_path / "window")
     assert read_config(tmp_path / "window").windows == (0, 12, 12)
-
-
-def test_a_path_that_is_not_there_and_a_folder_without_weights_are_operators_errors(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such folder"):
-        locate(str(tmp_path / "nothing"))
-    with pytest.raises(ConfigError, match="no weights"):
-        locate(str(tmp_path))
-    with pytest.raises(ConfigError, match="--model is missing"):
-        locate("")
-
-
-def test_a_hub_id_that_cannot_be_had_is_one_line_of_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match="--model someone/something is neither") as caught:
-        locate("someone/something")
-    assert "\n" not in str(caught.value)
 
 
 def test_the_digest_is_that_of_the_files_and_changes_with_configuration_and_weights(tmp_path: Path) -> None:
