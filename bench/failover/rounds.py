@@ -19,7 +19,7 @@ from itertools import count
 from bench.compare.stack import Stack
 from bench.failover.token_stream import Difference, StreamEnded, TokenStream, compare
 from bench.failover.workers import Workers
-from shared.base.worker_info import Role
+from shared.base.worker_info import Role, WorkerId
 
 _SETTLING_TOKENS = 8  # of every stream, before a worker is killed
 REQUEST_TIMEOUT_S = 120.0
@@ -90,7 +90,7 @@ class Rounds:
     long_job: Job  # whose prompt is being computed when a prefill worker is killed
     salt: str  # no other run's
     _numbers: count[int] = field(default_factory=count)
-    _num_kills: Counter[str] = field(default_factory=Counter)
+    _num_kills: Counter[WorkerId] = field(default_factory=Counter)
 
     async def run_undisturbed(self) -> None:
         """Computes what every stream must get. Raises RoundFailed."""
@@ -148,7 +148,7 @@ class Rounds:
     async def _run(self, stream: TokenStream) -> None:
         await stream.run(self.stack.endpoint, self.stack.model, f"{self.salt}-{next(self._numbers)}", REQUEST_TIMEOUT_S)
 
-    async def _start(self, tasks: list[asyncio.Task[None]], stream: TokenStream) -> str:
+    async def _start(self, tasks: list[asyncio.Task[None]], stream: TokenStream) -> WorkerId:
         """Returns the decode worker that has one sequence more when this stream has started."""
         before = await self.workers.num_running(Role.DECODE)
         tasks.append(asyncio.create_task(self._run(stream)))
@@ -159,7 +159,7 @@ class Rounds:
             raise RoundFailed(f"a stream that started left no trace: {before} before, {after} after; {_MORE_OUTPUT}")
         return homes[0]
 
-    async def _busy_prefill(self, long: TokenStream) -> str:
+    async def _busy_prefill(self, long: TokenStream) -> WorkerId:
         """The prefill worker that computes something. Asks without a rest, but only for as long as a prompt takes."""
         while not long.is_ended:
             for worker_id, num_running in (await self.workers.num_running(Role.PREFILL)).items():
@@ -167,7 +167,7 @@ class Rounds:
                     return worker_id
         raise RoundFailed("a prompt was computed before anybody was seen to do it; try a larger --long-prompt-tokens")
 
-    def _kill(self, victim: str) -> float:
+    def _kill(self, victim: WorkerId) -> float:
         self._num_kills[victim] += 1
         return self.workers.kill(victim)
 

@@ -15,9 +15,10 @@ from contextlib import asynccontextmanager
 import psutil
 
 from shared.base.errors import ConfigError
-from shared.base.worker_info import Role, WorkerInfo
+from shared.base.worker_info import BootId, Role, WorkerId, WorkerInfo
+from shared.index.keys import Keys
 from shared.index.registry import FleetWatcher
-from shared.options.peers import PeerConfig
+from shared.options.peers import DEFAULT_NAMESPACE, PeerConfig
 from shared.rpc import control_pb2, control_pb2_grpc
 from shared.wire.channels import Channels
 
@@ -30,12 +31,12 @@ class WorkerLost(Exception):
 
 
 class Workers:
-    def __init__(self, redis_url: str, cluster_secret: str, num_workers: int) -> None:
+    def __init__(self, redis_url: str, namespace: str, cluster_secret: str, num_workers: int) -> None:
         self._num_workers = num_workers
         self._changed = asyncio.Event()
-        self._watcher = FleetWatcher(redis_url, lambda worker_id: self._changed.set())
+        self._watcher = FleetWatcher(redis_url, Keys(namespace), lambda worker_id: self._changed.set())
         self._channels = Channels(PeerConfig(cluster_secret=cluster_secret))
-        self._killed: set[str] = set()  # boot ids
+        self._killed: set[BootId] = set()  # boot ids
 
     async def start(self) -> None:
         await self._watcher.start()
@@ -54,13 +55,13 @@ class Workers:
         except TimeoutError:
             raise WorkerLost(f"{len(self._alive())} of {self._num_workers} workers are there after {_BACK_TIMEOUT_S:g} s") from None
 
-    async def num_running(self, role: Role) -> dict[str, int]:
+    async def num_running(self, role: Role) -> dict[WorkerId, int]:
         """By worker id, the sequences that each worker of this role computes now. Raises grpc.RpcError."""
         workers = [worker for worker in self._alive() if worker.role is role]
         statuses = await asyncio.gather(*(self._status(worker) for worker in workers))
         return {worker.worker_id: status.num_running for worker, status in zip(workers, statuses, strict=True)}
 
-    def kill(self, worker_id: str) -> float:
+    def kill(self, worker_id: WorkerId) -> float:
         """time.perf_counter() at its end. Raises WorkerLost."""
         boot_id = next((worker.boot_id for worker in self._alive() if worker.worker_id == worker_id), None)
         pid = next((process.pid for process, environ in _processes() if environ.get("TWOSTROKE_WORKER_ID") == worker_id), None)
@@ -86,7 +87,12 @@ async def workers_of_stack(num_workers: int) -> AsyncIterator[Workers]:
     environ = next((environ for _, environ in _processes() if "TWOSTROKE_WORKER_ID" in environ), None)
     if environ is None:
         raise ConfigError("no worker runs below this process")
-    workers = Workers(environ["TWOSTROKE_REDIS_URL"], environ["TWOSTROKE_CLUSTER_SECRET"], num_workers)
+    workers = Workers(
+        environ["TWOSTROKE_REDIS_URL"],
+        environ.get("TWOSTROKE_NAMESPACE", DEFAULT_NAMESPACE),
+        environ["TWOSTROKE_CLUSTER_SECRET"],
+        num_workers,
+    )
     await workers.start()
     try:
         yield workers

@@ -17,6 +17,7 @@ from services.router.dispatch.fleet import Fleet
 from services.router.http.app import create_app
 from services.router.text.tokenizer import ChatTokenizer
 from services.router.torch_free import forbid_torch
+from shared.index.keys import Keys
 from shared.index.prefix_index import PrefixLookup
 from shared.index.registry import FleetWatcher
 from shared.options.config import parse_config
@@ -65,8 +66,9 @@ def _uvicorn_config(config: RouterConfig, app: FastAPI) -> uvicorn.Config:
 @asynccontextmanager
 async def _backend(config: RouterConfig) -> AsyncIterator[Dispatcher]:
     channels = Channels(config)
-    prefixes = PrefixLookup(config.redis_url)
-    watcher = FleetWatcher(config.redis_url, on_change=lambda worker_id: fleet.notify_change(worker_id))
+    keys = Keys(config.namespace)
+    prefixes = PrefixLookup(config.redis_url, keys)
+    watcher = FleetWatcher(config.redis_url, keys, on_change=lambda worker_id: fleet.notify_change(worker_id))
     fleet = Fleet(watcher, prefixes, channels, always_hand_off=config.handoff == "always")
     dispatcher = Dispatcher(fleet, config.worker_wait_s)
     await watcher.start()

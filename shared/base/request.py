@@ -82,6 +82,7 @@ class Request:
     num_prompt_tokens: int
     sampling: SamplingParams
     cache_salt: str = ""
+    model: str = ""  # served name; a router's affair, engines have one model
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_prompt_tokens <= len(self.token_ids):

@@ -7,10 +7,15 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from hashlib import blake2b
 from math import prod
+from typing import NewType
 
 PROTOCOL_VERSION = 1
 _KV_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 _SCALE_BYTES = 4  # one-byte types have a float32 scale per token (`shared/kernels/kv_layout.py`)
+
+
+WorkerId = NewType("WorkerId", str)  # of a worker over all its starts
+BootId = NewType("BootId", str)  # of one start of it
 
 
 class Role(Enum):
@@ -74,8 +79,8 @@ class Load:
 class WorkerInfo:
     """A worker's registry entry. `boot_id` is new at every start and voids all that an older one said."""
 
-    worker_id: str
-    boot_id: str
+    worker_id: WorkerId
+    boot_id: BootId
     role: Role
     address: str  # host:port of its gRPC server, as others reach it
     model: str  # served name
@@ -87,6 +92,8 @@ class WorkerInfo:
     transports: tuple[str, ...] = ("grpc",)
     draining: bool = False
     load: Load = field(default_factory=Load)
+    source: str = ""  # what --model said, a folder or a hub id: where a router finds the tokenizer
+    revision: str = ""  # hub revision of `source`
 
     def to_json(self) -> str:
         return json.dumps(asdict(self) | {"role": self.role.value}, separators=(",", ":"))

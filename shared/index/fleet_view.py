@@ -7,20 +7,20 @@ So neither a lost Redis, nor one that comes back empty, nor a stalled router, ev
 
 from __future__ import annotations
 
-from shared.base.worker_info import WorkerInfo
+from shared.base.worker_info import BootId, WorkerId, WorkerInfo
 
 
 class FleetView:
     """Times are seconds of any monotonic clock."""
 
     def __init__(self, ttl_s: float, max_silence_s: float) -> None:
-        self.workers: dict[str, WorkerInfo] = {}
+        self.workers: dict[WorkerId, WorkerInfo] = {}
         self.last_heard_at = float("-inf")  # anything from Redis
         self._ttl_s = ttl_s
         self._max_silence_s = max_silence_s
-        self._expires_at: dict[str, float] = {}
+        self._expires_at: dict[WorkerId, float] = {}
 
-    def heard(self, now: float) -> list[str]:
+    def heard(self, now: float) -> list[WorkerId]:
         """Redis has said something. Returns the ids of workers dropped because they have not been heard of for too long."""
         was_deaf = now - self.last_heard_at > self._max_silence_s
         self.last_heard_at = now
@@ -36,7 +36,7 @@ class FleetView:
         self.workers[info.worker_id] = info
         self._expires_at[info.worker_id] = now + self._ttl_s
 
-    def say_goodbye(self, worker_id: str, boot_id: str) -> bool:
+    def say_goodbye(self, worker_id: WorkerId, boot_id: BootId) -> bool:
         """Drops the worker, unless another boot of it has been heard of since. True if it was there."""
         info = self.workers.get(worker_id)
         if info is None or info.boot_id != boot_id:
@@ -44,5 +44,5 @@ class FleetView:
         self._drop(worker_id)
         return True
 
-    def _drop(self, worker_id: str) -> None:
+    def _drop(self, worker_id: WorkerId) -> None:
         del self.workers[worker_id], self._expires_at[worker_id]

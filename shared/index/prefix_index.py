@@ -18,9 +18,9 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from shared.base.block_hash import HASH_BYTES
-from shared.base.worker_info import WorkerInfo
+from shared.base.worker_info import WorkerId, WorkerInfo
 from shared.index.connection import REDIS_ERRORS, connect, describe
-from shared.index.keys import blocks_key
+from shared.index.keys import Keys
 from shared.index.metrics import ERRORS, LOOKUP_SECONDS
 
 log = logging.getLogger(__name__)
@@ -56,15 +56,16 @@ return held
 class PrefixLookup:
     """Looks prefixes up. Never raises because of Redis, and never takes much longer than `deadline_s`."""
 
-    def __init__(self, redis_url: str, *, deadline_s: float = 0.05, retry_s: float = 0.25) -> None:
+    def __init__(self, redis_url: str, keys: Keys, *, deadline_s: float = 0.05, retry_s: float = 0.25) -> None:
         self._redis = connect(redis_url)
+        self._keys = keys
         self._deadline_s = deadline_s
         self._retry_s = retry_s
         self._is_failing = False
         self._retry_at = 0.0
         self._tasks: set[asyncio.Task[list[int]]] = set()
 
-    async def longest_prefix(self, workers: Sequence[WorkerInfo], hashes: Sequence[bytes]) -> dict[str, int]:
+    async def longest_prefix(self, workers: Sequence[WorkerInfo], hashes: Sequence[bytes]) -> dict[WorkerId, int]:
         """By worker id, how many of the leading blocks each worker holds; {} if Redis does not answer in time.
 
         hashes: of the prompt's full blocks, in order (`shared.base.block_hash.block_hashes`). Where workers hold so much that the
@@ -72,7 +73,7 @@ class PrefixLookup:
         """
         if not workers or not hashes or not self._may_try():
             return {}
-        keys = [blocks_key(w.worker_id, w.boot_id) for w in workers]
+        keys = [self._keys.blocks(w.worker_id, w.boot_id) for w in workers]
         blob = b"".join(hashes[:MAX_CHECKS])
         try:
             with LOOKUP_SECONDS.time():

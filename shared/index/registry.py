@@ -19,11 +19,11 @@ from typing import Any
 from redis.asyncio.client import PubSub
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from shared.base.worker_info import WorkerInfo
+from shared.base.worker_info import WorkerId, WorkerInfo
 from shared.index.block_publisher import BlockPublisher, BlockSource
 from shared.index.connection import OPERATION_TIMEOUT_S, REDIS_ERRORS, Backoff, connect, describe
 from shared.index.fleet_view import FleetView
-from shared.index.keys import GOODBYES, HEARTBEATS, ROSTER, blocks_key, entry_key
+from shared.index.keys import Keys
 from shared.index.metrics import ERRORS
 from shared.process.tasks import cancel_and_wait, start_essential
 
@@ -67,6 +67,7 @@ class Registration:
         redis_url: str,
         info: Callable[[], WorkerInfo],
         blocks: BlockSource,
+        keys: Keys,
         *,
         heartbeat_s: float = HEARTBEAT_S,
         ttl_s: float = TTL_S,
@@ -74,6 +75,7 @@ class Registration:
     ) -> None:
         """`info` is called for each heartbeat; its ids must not change. Raises ConfigError for a malformed URL."""
         self._redis = connect(redis_url)
+        self._keys = keys
         self._info = info
         self._blocks = blocks
         self._heartbeat_s = heartbeat_s
@@ -90,7 +92,7 @@ class Registration:
     async def start(self) -> None:
         """Returns at once; a worker can serve before, and without, Redis."""
         info = self._info()
-        self._publisher = BlockPublisher(self._redis, blocks_key(info.worker_id, info.boot_id), self._blocks, self._ttl_ms)
+        self._publisher = BlockPublisher(self._redis, self._keys.blocks(info.worker_id, info.boot_id), self._blocks, self._ttl_ms)
         self._task = start_essential(self._run(self._publisher), "registration")
 
     async def publish(self) -> None:
@@ -104,10 +106,10 @@ class Registration:
         self._is_stopping = True
         await cancel_and_wait(self._task)
         info = self._info()
-        keys = (entry_key(info.worker_id), ROSTER, blocks_key(info.worker_id, info.boot_id))
+        keys = (self._keys.entry(info.worker_id), self._keys.roster, self._keys.blocks(info.worker_id, info.boot_id))
         goodbye = json.dumps({"worker_id": info.worker_id, "boot_id": info.boot_id})
         try:
-            await self._redis.eval(_GOODBYE, len(keys), *keys, info.worker_id, info.boot_id, GOODBYES, goodbye)
+            await self._redis.eval(_GOODBYE, len(keys), *keys, info.worker_id, info.boot_id, self._keys.goodbyes, goodbye)
         except REDIS_ERRORS as error:
             log.info("could not deregister, the entry will expire: %s", describe(error))
         await self._redis.aclose()
@@ -134,8 +136,8 @@ class Registration:
 
     async def _heartbeat(self, publisher: BlockPublisher) -> None:
         info = self._info()
-        keys = (entry_key(info.worker_id), ROSTER, publisher.key)
-        values = (info.to_json(), self._ttl_ms, info.worker_id, HEARTBEATS, publisher.marker)
+        keys = (self._keys.entry(info.worker_id), self._keys.roster, publisher.key)
+        values = (info.to_json(), self._ttl_ms, info.worker_id, self._keys.heartbeats, publisher.marker)
         if not await self._redis.eval(_HEARTBEAT, len(keys), *keys, *values):
             publisher.doubt()
         self._next_heartbeat_at = time.monotonic() + self._heartbeat_s
@@ -155,13 +157,15 @@ class FleetWatcher:
     def __init__(
         self,
         redis_url: str,
-        on_change: Callable[[str], None] = lambda worker_id: None,
+        keys: Keys,
+        on_change: Callable[[WorkerId], None] = lambda worker_id: None,
         *,
         ttl_s: float = TTL_S,
     ) -> None:
         """`on_change` is called from the event loop with a worker's id after each heartbeat, and after the worker was dropped.
         Raises ConfigError for a malformed URL."""
         self._redis = connect(redis_url)
+        self._keys = keys
         self._on_change = on_change
         self._ping_after_s = ttl_s / 5
         self._view = FleetView(ttl_s, max_silence_s=self._ping_after_s + OPERATION_TIMEOUT_S)
@@ -173,7 +177,7 @@ class FleetWatcher:
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def workers(self) -> Mapping[str, WorkerInfo]:
+    def workers(self) -> Mapping[WorkerId, WorkerInfo]:
         """By worker id, as last heard: a copy."""
         return dict(self._view.workers)
 
@@ -214,8 +218,9 @@ class FleetWatcher:
     async def _follow(self) -> None:
         """Subscribes before it reads, so that nothing falls between the two. Returns only when stopping."""
         async with self._redis.pubsub() as pubsub:
-            await pubsub.subscribe(HEARTBEATS, GOODBYES)
-            for _ in (HEARTBEATS, GOODBYES):
+            channels = (self._keys.heartbeats, self._keys.goodbyes)
+            await pubsub.subscribe(*channels)
+            for _ in channels:
                 await self._next_message(pubsub)  # the confirmations
             await self._read_all()
             self._is_connected = True
@@ -235,8 +240,8 @@ class FleetWatcher:
         return message
 
     async def _read_all(self) -> None:
-        worker_ids: list[bytes] = await self._redis.execute_command("ZRANGE", ROSTER, 0, -1)
-        keys = [entry_key(worker_id.decode()) for worker_id in worker_ids]
+        worker_ids: list[bytes] = await self._redis.execute_command("ZRANGE", self._keys.roster, 0, -1)
+        keys = [self._keys.entry(WorkerId(worker_id.decode())) for worker_id in worker_ids]
         entries: list[bytes | None] = await self._redis.execute_command("MGET", *keys) if keys else []
         for entry in entries:
             if entry is not None:  # else: expired, and the roster not yet swept
@@ -244,9 +249,9 @@ class FleetWatcher:
         self._heard()
 
     def _apply(self, message: dict[str, Any]) -> None:
-        if message["channel"] == HEARTBEATS.encode():
+        if message["channel"] == self._keys.heartbeats.encode():
             self._update(message["data"])
-        elif message["channel"] == GOODBYES.encode():
+        elif message["channel"] == self._keys.goodbyes.encode():
             self._say_goodbye(message["data"])
         self._heard()
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from shared.options.config import option
 
 MIN_SECRET_CHARS = 16
+DEFAULT_NAMESPACE = "default"
+_NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
 class PeerConfig:
-    """The cluster secret, and mTLS for gRPC: with it, each side of a call presents a certificate that the other one checks."""
+    """The fleet that a process belongs to, the cluster secret, and mTLS for gRPC: with it, each side of a call presents a
+    certificate that the other one checks."""
 
+    namespace: str = option(
+        DEFAULT_NAMESPACE, "routers and workers of one namespace find each other; another one on the same Redis is another fleet"
+    )
     cluster_secret: str = option(
         "", "what every call between routers and workers must bear; better given as a variable or by file", secret=True
     )
@@ -22,6 +29,8 @@ class PeerConfig:
     tls_ca: str = option("", "CA bundle (PEM file) that peers' certificates must chain to")
 
     def __post_init__(self) -> None:
+        if not _NAMESPACE.fullmatch(self.namespace):
+            raise ValueError(f"--namespace is {self.namespace!r}; it must be 1 to 64 letters, digits, '-', '_' or '.'")
         if self.cluster_secret and self.cluster_secret_file:
             raise ValueError("--cluster-secret and --cluster-secret-file exclude each other")
         if self.cluster_secret:

@@ -20,7 +20,7 @@ from typing import Any
 from shared.base.address import Address
 from shared.base.errors import InvalidRequest
 from shared.base.request import Request
-from shared.base.worker_info import Role, WorkerInfo
+from shared.base.worker_info import BootId, Role, WorkerId, WorkerInfo
 from shared.engine.compute.runner import ModelRunner, load_runner
 from shared.engine.engine import Engine
 from shared.engine.memory import sizing
@@ -28,6 +28,7 @@ from shared.engine.schedule.blocks import BlockManager
 from shared.engine.schedule.plan import Event
 from shared.engine.schedule.scheduler import Scheduler
 from shared.engine.threads import compute_on_one_core, in_own_thread
+from shared.index.keys import Keys
 from shared.index.registry import Registration
 from shared.options.worker import WorkerConfig
 from shared.process.malloc import keep_large_buffers
@@ -61,7 +62,7 @@ class Worker:
     def __init__(self, config: WorkerConfig, role: Role, runner: ModelRunner) -> None:
         self.config = config
         self.role = role
-        self.boot_id = secrets.token_hex(8)
+        self.boot_id = BootId(secrets.token_hex(8))
         self.pool = runner.pool
         self.geometry = runner.pool.geometry
         self.is_draining = False
@@ -99,7 +100,7 @@ class Worker:
 
     def info(self) -> WorkerInfo:
         return WorkerInfo(
-            worker_id=self.config.worker_id or f"{self.role.value}@{self._address}",
+            worker_id=WorkerId(self.config.worker_id or f"{self.role.value}@{self._address}"),
             boot_id=self.boot_id,
             role=self.role,
             address=str(self._address),
@@ -112,6 +113,8 @@ class Worker:
             transports=self.transports,
             draining=self.is_draining,
             load=self.engine.load(),
+            source=self.config.model,
+            revision=self.config.revision,
         )
 
 
@@ -182,7 +185,7 @@ async def _serve(config: WorkerConfig, role: Role, runner: ModelRunner, services
     if config.metrics_port is not None:
         serve_metrics(config.host, config.metrics_port)
     worker.engine.start()
-    registration = Registration(config.redis_url, worker.info, worker.engine)
+    registration = Registration(config.redis_url, worker.info, worker.engine, Keys(config.namespace))
     await registration.start()
     await server.set_serving(True)
     log.info(

@@ -23,7 +23,7 @@ from shared.index import prefix_index
 from shared.index.block_publisher import BlockPublisher
 from shared.index.connection import REDIS_ERRORS, connect
 from shared.index.fleet_view import FleetView
-from shared.index.keys import GOODBYES, HEARTBEATS, ROSTER, blocks_key, entry_key
+from shared.index.keys import Keys
 from shared.index.metrics import ERRORS, SNAPSHOTS
 from shared.index.prefix_index import PrefixLookup
 from shared.index.registry import FleetWatcher, Registration
@@ -36,6 +36,7 @@ HEARTBEAT_S = 0.1
 FLUSH_S = 0.02
 TTL_S = 1.0
 SEED = 20_240_601
+KEYS = Keys()
 
 
 def a_worker(worker_id: str = "w0", boot_id: str = "boot-1", **changes: object) -> WorkerInfo:
@@ -83,7 +84,7 @@ async def registered(
     valkey: TestValkey, info: WorkerInfo | Callable[[], WorkerInfo], cache: FakeCache
 ) -> AsyncIterator[Registration]:
     get_info = (lambda: info) if isinstance(info, WorkerInfo) else info
-    registration = Registration(valkey.url, get_info, cache, heartbeat_s=HEARTBEAT_S, ttl_s=TTL_S, flush_s=FLUSH_S)
+    registration = Registration(valkey.url, get_info, cache, KEYS, heartbeat_s=HEARTBEAT_S, ttl_s=TTL_S, flush_s=FLUSH_S)
     await registration.start()
     try:
         yield registration
@@ -93,7 +94,7 @@ async def registered(
 
 @asynccontextmanager
 async def watching(valkey: TestValkey, on_change: Callable[[str], None] = lambda _: None) -> AsyncIterator[FleetWatcher]:
-    watcher = FleetWatcher(valkey.url, on_change, ttl_s=TTL_S)
+    watcher = FleetWatcher(valkey.url, KEYS, on_change, ttl_s=TTL_S)
     await watcher.start()
     try:
         yield watcher
@@ -102,7 +103,7 @@ async def watching(valkey: TestValkey, on_change: Callable[[str], None] = lambda
 
 
 async def indexed(redis: Redis, info: WorkerInfo) -> set[bytes]:
-    members = await redis.smembers(blocks_key(info.worker_id, info.boot_id))
+    members = await redis.smembers(KEYS.blocks(info.worker_id, info.boot_id))
     return {m for m in members if len(m) == 16}
 
 
@@ -117,9 +118,12 @@ def converges(redis: Redis, info: WorkerInfo, cache: FakeCache) -> Callable[[], 
 
 
 async def test_router_learns_of_workers_that_were_there_before_and_that_come_later(valkey: TestValkey, cache: FakeCache) -> None:
-    async with registered(valkey, a_worker("early"), cache), watching(valkey) as watcher:
+    early = a_worker(
+        "early", source="org/model", revision="v1", transports=("shm", "grpc"), draining=True, load=Load(1, 2, 3, 4, 5, 6.5)
+    )
+    async with registered(valkey, early, cache), watching(valkey) as watcher:
         await eventually(lambda: "early" in watcher.workers)
-        assert watcher.workers["early"] == a_worker("early")
+        assert watcher.workers["early"] == early
         async with registered(valkey, a_worker("late"), cache):
             await eventually(lambda: set(watcher.workers) == {"early", "late"})
         assert watcher.is_connected
@@ -173,22 +177,52 @@ async def test_new_boot_voids_the_old_one_and_its_late_goodbye_is_ignored(valkey
     old_cache, new_cache = FakeCache(rng), FakeCache(rng)
     hashes = old_cache.new_hashes(4)
     old_cache.store(hashes)
-    lookup = PrefixLookup(valkey.url)
+    lookup = PrefixLookup(valkey.url, KEYS)
     async with watching(valkey) as watcher:
         async with registered(valkey, old, old_cache) as old_registration:
             await eventually(converges(redis, old, old_cache))
             assert await lookup.longest_prefix([old], hashes) == {"w0": 4}
             assert old_registration._task is not None
             old_registration._task.cancel()
-            new_registration = Registration(valkey.url, lambda: new, new_cache, heartbeat_s=HEARTBEAT_S, ttl_s=TTL_S)
+            new_registration = Registration(valkey.url, lambda: new, new_cache, KEYS, heartbeat_s=HEARTBEAT_S, ttl_s=TTL_S)
             await new_registration.start()
             await eventually(lambda: watcher.workers["w0"].boot_id == "new")
             assert await lookup.longest_prefix([watcher.workers["w0"]], hashes) == {"w0": 0}
-        assert await redis.exists(entry_key("w0"))
-        assert await redis.zscore(ROSTER, "w0") is not None
+        assert await redis.exists(KEYS.entry("w0"))
+        assert await redis.zscore(KEYS.roster, "w0") is not None
         assert watcher.workers["w0"].boot_id == "new"
         await new_registration.stop()
     await lookup.close()
+
+
+async def test_namespaces_on_one_redis_do_not_see_each_other(valkey: TestValkey, redis: Redis) -> None:
+    ours, theirs, rng = Keys("ours"), Keys("theirs"), random.Random(SEED)
+    info, caches = a_worker(), {keys: FakeCache(rng) for keys in (ours, theirs)}
+    async with AsyncExitStack() as stack:
+        watchers = {keys: FleetWatcher(valkey.url, keys, ttl_s=TTL_S) for keys in caches}
+        for keys, cache in caches.items():
+            cache.store(cache.new_hashes(3))
+            registration = Registration(valkey.url, lambda keys=keys: replace(info, model=keys.namespace), cache, keys)  # type: ignore[misc]
+            await registration.start()
+            stack.push_async_callback(registration.stop)
+            await watchers[keys].start()
+            stack.push_async_callback(watchers[keys].stop)
+        for keys, watcher in watchers.items():
+            await eventually(lambda watcher=watcher: bool(watcher.workers))
+            assert watcher.workers["w0"].model == keys.namespace
+            lookup = PrefixLookup(valkey.url, keys, deadline_s=5.0)
+            for other, cache in caches.items():
+                expected = {"w0": 3 if other is keys else 0}
+                await eventually(lambda: _finds(lookup, info, sorted(cache.held), expected))  # noqa: B023
+            await lookup.close()
+        await redis.publish(theirs.goodbyes, json.dumps({"worker_id": info.worker_id, "boot_id": info.boot_id}))
+        await eventually(lambda: not watchers[theirs].workers)
+        assert "w0" in watchers[ours].workers
+    assert await redis.keys("*") == []
+
+
+async def _finds(lookup: PrefixLookup, info: WorkerInfo, hashes: list[bytes], expected: dict[str, int]) -> bool:
+    return await lookup.longest_prefix([info], hashes) == expected
 
 
 async def test_entries_of_another_version_are_ignored_with_one_line(
@@ -196,15 +230,15 @@ async def test_entries_of_another_version_are_ignored_with_one_line(
 ) -> None:
     caplog.set_level(logging.WARNING, "shared.index.registry")
     odd = json.loads(a_worker("odd").to_json()) | {"role": "encode"}
-    await redis.set(entry_key("odd"), json.dumps(odd))
-    await redis.zadd(ROSTER, {"odd": time.time() * 1000 + 60_000})
+    await redis.set(KEYS.entry("odd"), json.dumps(odd))
+    await redis.zadd(KEYS.roster, {"odd": time.time() * 1000 + 60_000})
     async with watching(valkey) as watcher, registered(valkey, a_worker(), cache):
         await eventually(lambda: "w0" in watcher.workers)
         for _ in range(3):
-            await redis.publish(HEARTBEATS, json.dumps(odd))
-        await redis.publish(GOODBYES, "[]")
+            await redis.publish(KEYS.heartbeats, json.dumps(odd))
+        await redis.publish(KEYS.goodbyes, "[]")
         newer = json.loads(a_worker("newer").to_json()) | {"field_of_tomorrow": 1}
-        await redis.publish(HEARTBEATS, json.dumps(newer))
+        await redis.publish(KEYS.heartbeats, json.dumps(newer))
         await eventually(lambda: set(watcher.workers) == {"w0", "newer"})
     assert sum("encode" in record.getMessage() for record in caplog.records) == 1
 
@@ -227,7 +261,7 @@ async def test_lost_registry_heals_within_about_a_heartbeat_and_no_worker_is_dro
             await valkey.start()
         back_at = time.monotonic()
         await eventually(converges(redis, info, cache))
-        await eventually(lambda: _exists(redis, entry_key("w0")))
+        await eventually(lambda: _exists(redis, KEYS.entry("w0")))
         assert time.monotonic() - back_at < TTL_S
         await eventually(lambda: watcher.is_connected and bool(seen))
         assert seen == {frozenset({"w0"})}
@@ -268,7 +302,7 @@ async def test_worker_starts_and_stops_without_redis_and_registers_when_it_comes
         await registration.publish()  # fails, and does not raise
         assert ERRORS.labels("publish")._value.get() > errors_before
         await valkey.start()
-        await eventually(lambda: _exists(redis, entry_key("w0")))
+        await eventually(lambda: _exists(redis, KEYS.entry("w0")))
         await valkey.kill()
 
 
@@ -309,13 +343,13 @@ def test_goodbye_of_another_boot_is_ignored() -> None:
 async def test_lookup_counts_leading_blocks_for_thousands_of_blocks_and_many_workers(valkey: TestValkey, redis: Redis) -> None:
     rng = random.Random(SEED)
     hashes = [rng.randbytes(16) for _ in range(4000)]
-    lookup = PrefixLookup(valkey.url, deadline_s=5.0)
+    lookup = PrefixLookup(valkey.url, KEYS, deadline_s=5.0)
     workers = [a_worker(f"w{i}") for i in range(8)]
     lengths = [0, 1, 63, 64, 65, 2000, 3999, 4000]
     for worker, length in zip(workers, lengths, strict=True):
         cache = FakeCache(rng)
         cache.store(hashes[:length] + hashes[length + 1 :] + cache.new_hashes(500))  # a hole, then more that does not count
-        await BlockPublisher(redis, blocks_key(worker.worker_id, worker.boot_id), cache, ttl_ms=60_000).flush()
+        await BlockPublisher(redis, KEYS.blocks(worker.worker_id, worker.boot_id), cache, ttl_ms=60_000).flush()
         assert await indexed(redis, worker) == cache.held
     found = await lookup.longest_prefix(workers, hashes)
     assert found == {w.worker_id: n for w, n in zip(workers, lengths, strict=True)}
@@ -340,8 +374,8 @@ async def test_lookup_work_is_bounded_and_those_cut_short_stay_equal(
     for worker in workers:
         cache = FakeCache(rng)
         cache.store(hashes)
-        await BlockPublisher(redis, blocks_key(worker.worker_id, worker.boot_id), cache, ttl_ms=60_000).flush()
-    lookup = PrefixLookup(valkey.url, deadline_s=5.0)
+        await BlockPublisher(redis, KEYS.blocks(worker.worker_id, worker.boot_id), cache, ttl_ms=60_000).flush()
+    lookup = PrefixLookup(valkey.url, KEYS, deadline_s=5.0)
     assert await lookup.longest_prefix(workers, hashes) == {"w0": 448, "w1": 448}
     assert await lookup.longest_prefix(workers[:1], hashes) == {"w0": 900}
     await lookup.close()
@@ -353,8 +387,8 @@ async def test_lookup_gives_up_within_its_deadline_when_redis_is_slow_and_heals(
     hashes = cache.new_hashes(100)
     cache.store(hashes)
     info = a_worker()
-    await BlockPublisher(redis, blocks_key(info.worker_id, info.boot_id), cache, ttl_ms=60_000).flush()
-    lookup = PrefixLookup(valkey.url, deadline_s=0.5, retry_s=0.5)
+    await BlockPublisher(redis, KEYS.blocks(info.worker_id, info.boot_id), cache, ttl_ms=60_000).flush()
+    lookup = PrefixLookup(valkey.url, KEYS, deadline_s=0.5, retry_s=0.5)
     assert await lookup.longest_prefix([info], hashes) == {"w0": 100}
     errors_before = ERRORS.labels("lookup")._value.get()
     valkey.freeze()
@@ -412,7 +446,7 @@ async def test_late_commands_of_a_lost_connection_cannot_make_a_wrong_set_look_r
 async def test_index_converges_under_random_events_and_faults(valkey: TestValkey, redis: Redis, cache: FakeCache) -> None:
     print("seed", SEED)
     rng, info = random.Random(SEED + 1), a_worker()
-    key = blocks_key(info.worker_id, info.boot_id)
+    key = KEYS.blocks(info.worker_id, info.boot_id)
     faults = [
         redis.flushall,
         lambda: redis.delete(key),
@@ -436,7 +470,7 @@ async def test_index_of_a_worker_lives_as_long_as_its_heartbeat(valkey: TestValk
         first_seen_at = time.monotonic()
         await eventually(lambda: time.monotonic() - first_seen_at > 1.2 * TTL_S)
         assert await indexed(redis, info) == cache.held
-        assert 0 < await redis.pttl(blocks_key(info.worker_id, info.boot_id)) <= TTL_S * 1000
+        assert 0 < await redis.pttl(KEYS.blocks(info.worker_id, info.boot_id)) <= TTL_S * 1000
 
 
 # The embedded server

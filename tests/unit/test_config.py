@@ -11,6 +11,7 @@ from services.local.config import UpConfig
 from services.router.config import RouterConfig
 from shared.base.errors import ConfigError
 from shared.options.config import option, parse_config, size_bytes, to_environ
+from shared.options.peers import PeerConfig
 from shared.options.worker import WorkerConfig
 
 
@@ -252,3 +253,15 @@ def test_up_hands_every_worker_flag_on():
     assert again == worker
     assert (again.dtype, again.max_num_seqs, again.block_size) == ("float32", 4, 32)
     assert (again.host, again.port) == ("127.0.0.1", 0)  # the HTTP address is the router's
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a:b", "ä", "x" * 65, "a\n"])
+def test_namespace_that_could_be_mistaken_in_a_key_is_refused(name):
+    with pytest.raises(ConfigError, match="--namespace"):
+        parse_config(WorkerConfig, ["--namespace", name], "worker", {})
+
+
+def test_namespace_goes_from_the_supervisor_to_every_child():
+    assert UpConfig(namespace="blue-2.x_y").worker().namespace == "blue-2.x_y"
+    assert to_environ(PeerConfig(namespace="blue")) == {"TWOSTROKE_NAMESPACE": "blue"}
+    assert PeerConfig().namespace == "default"

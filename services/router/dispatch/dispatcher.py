@@ -15,7 +15,7 @@ from services.router.dispatch.generation import Generation, LegFailed
 from services.router.dispatch.placement import Placement
 from shared.base.errors import TwostrokeError, Unavailable
 from shared.base.request import Request, SamplingParams
-from shared.base.worker_info import Role
+from shared.base.worker_info import BootId, Role
 from shared.process.tasks import cancel_and_wait, start_essential
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Dispatcher:
     def __init__(self, fleet: Fleet, worker_wait_s: float) -> None:
         self._fleet = fleet
         self._worker_wait_s = worker_wait_s
-        self._proven: set[str] = set()  # boot ids of decode workers that have served a canary
+        self._proven: set[BootId] = set()  # boot ids of decode workers that have served a canary
         self._canaries: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
         self._last_max_model_len: int | None = None

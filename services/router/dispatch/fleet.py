@@ -16,7 +16,7 @@ from services.router.dispatch.placement import Placement, place
 from shared.base.block_hash import block_hashes, hash_seed
 from shared.base.errors import Unavailable
 from shared.base.request import Request
-from shared.base.worker_info import Role, WorkerInfo
+from shared.base.worker_info import BootId, Role, WorkerId, WorkerInfo
 from shared.index.prefix_index import PrefixLookup
 from shared.index.registry import FleetWatcher
 from shared.wire.channels import Channels
@@ -32,12 +32,12 @@ class Fleet:
         self._prefixes = prefixes
         self._channels = channels
         self._always_hand_off = always_hand_off
-        self._rests: dict[str, tuple[float, float]] = {}  # boot id -> (until, length)
-        self._sent: Counter[str] = Counter()  # worker id -> requests sent since its last heartbeat
-        self._transfer_s: dict[str, float] = {}  # prefill worker id -> moving average
+        self._rests: dict[BootId, tuple[float, float]] = {}  # boot id -> (until, length)
+        self._sent: Counter[WorkerId] = Counter()  # worker id -> requests sent since its last heartbeat
+        self._transfer_s: dict[WorkerId, float] = {}  # prefill worker id -> moving average
         self._changed = asyncio.Event()
 
-    def notify_change(self, worker_id: str) -> None:
+    def notify_change(self, worker_id: WorkerId) -> None:
         """A worker appeared, went, or reported its load, which now includes what was sent before."""
         self._sent.pop(worker_id, None)
         if worker_id not in self._watcher.workers:
@@ -57,7 +57,7 @@ class Fleet:
     def channel(self, worker: WorkerInfo) -> Any:
         return self._channels.get(worker.address)
 
-    async def place(self, request: Request, exclude: Collection[str], among: Collection[WorkerInfo] | None = None) -> Placement:
+    async def place(self, request: Request, exclude: Collection[BootId], among: Collection[WorkerInfo] | None = None) -> Placement:
         """Where the request should run. `exclude` holds boot ids. Raises Unavailable."""
         workers = self.live() if among is None else among
         excluded = {w.worker_id for w in workers if w.boot_id in exclude}
@@ -73,7 +73,7 @@ class Fleet:
         return placement
 
     def _place(
-        self, request: Request, workers: Collection[WorkerInfo], cached: Mapping[str, int], excluded: Collection[str]
+        self, request: Request, workers: Collection[WorkerInfo], cached: Mapping[WorkerId, int], excluded: Collection[WorkerId]
     ) -> Placement:
         return place(
             len(request.token_ids),
@@ -105,12 +105,12 @@ class Fleet:
         until, _ = self._rests.get(worker.boot_id, (0.0, 0.0))
         return time.monotonic() < until
 
-    async def _cached_blocks(self, request: Request, workers: Collection[WorkerInfo]) -> dict[str, int]:
+    async def _cached_blocks(self, request: Request, workers: Collection[WorkerInfo]) -> dict[WorkerId, int]:
         """Leading blocks of the prompt that each worker holds, as far as the index knows. One lookup per kind of worker."""
         kinds: dict[tuple[str, int], list[WorkerInfo]] = {}
         for worker in workers:
             kinds.setdefault((worker.digest, worker.block_size), []).append(worker)
-        cached: dict[str, int] = {}
+        cached: dict[WorkerId, int] = {}
         for (digest, block_size), group in kinds.items():
             hashes = block_hashes(hash_seed(digest, request.cache_salt), request.token_ids, block_size)
             if hashes:

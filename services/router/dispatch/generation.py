@@ -25,7 +25,7 @@ from services.router.dispatch.fleet import Fleet
 from services.router.dispatch.placement import Placement
 from shared.base.errors import DeadlineExceeded, Internal, InvalidRequest, Overloaded, TwostrokeError, Unavailable
 from shared.base.request import Output, Request, choice_seed
-from shared.base.worker_info import WorkerInfo
+from shared.base.worker_info import BootId, WorkerInfo
 from shared.rpc import control_pb2, control_pb2_grpc
 from shared.wire.conversions import output_from_wire, request_to_wire
 from shared.wire.errors import from_rpc_error
@@ -125,7 +125,7 @@ class Generation:
 
     async def _drive(self, request: Request, choices: Sequence[_Choice]) -> None:
         """Serves `choices` of `request` until all have finished, over as many workers as it takes."""
-        exclude: set[str] = set()
+        exclude: set[BootId] = set()
         may_hand_off = True
         num_failures = 0
         give_up = self._give_up_at()
@@ -169,7 +169,7 @@ class Generation:
         """How long to wait from now on for a worker that takes the request: one that died is usually back soon."""
         return min(self._deadline, time.monotonic() + self._worker_wait_s)
 
-    async def _place(self, request: Request, exclude: set[str], give_up: float) -> Placement:
+    async def _place(self, request: Request, exclude: set[BootId], give_up: float) -> Placement:
         """Waits while nobody can serve."""
         while True:
             try:
@@ -231,7 +231,7 @@ class Generation:
         self, request: Request, prefill: WorkerInfo, decode: WorkerInfo, destination: control_pb2.Destination
     ) -> None:
         """Has the prompt computed and delivered, by another prefill worker if the first fails. Raises LegFailed."""
-        exclude: set[str] = set()
+        exclude: set[BootId] = set()
         for attempt in range(_MAX_PREFILL_ATTEMPTS):
             destination.attempt = attempt
             message = control_pb2.PrefillRequest(sequence=request_to_wire(request), destination=destination)
@@ -253,7 +253,7 @@ class Generation:
             self._note_failure(failed)
             prefill = another
 
-    async def _another_prefill(self, request: Request, decode: WorkerInfo, exclude: set[str]) -> WorkerInfo | None:
+    async def _another_prefill(self, request: Request, decode: WorkerInfo, exclude: set[BootId]) -> WorkerInfo | None:
         among = [w for w in self._fleet.live() if w.boot_id == decode.boot_id or not w.role.can_decode]
         try:
             return (await self._fleet.place(request, exclude, among)).prefill

@@ -21,14 +21,14 @@ from types import MappingProxyType
 
 from shared.base.blocks_of import num_blocks_of
 from shared.base.errors import Unavailable
-from shared.base.worker_info import Role, WorkerInfo
+from shared.base.worker_info import Role, WorkerId, WorkerInfo
 
 # Assumed where nothing is measured. Only ratios matter, and the first request to a worker replaces them.
 DEFAULT_PREFILL_TOKENS_PER_S = 2000.0
 DEFAULT_TRANSFER_TOKENS_PER_S = 50_000.0  # of KV, beyond what is hidden behind the compute
 CALLS_S = 0.003  # a handoff takes two calls more than computing locally
 
-NOTHING_MEASURED: Mapping[str, float] = MappingProxyType({})
+NOTHING_MEASURED: Mapping[WorkerId, float] = MappingProxyType({})
 
 # A delayed stream weighs less than a delayed first token: its reader already has something to read.
 STREAM_DELAY_WEIGHT = 0.25
@@ -48,12 +48,12 @@ class Placement:
 def place(
     prompt_tokens: int,
     workers: Collection[WorkerInfo],
-    cached_blocks: Mapping[str, int],
-    extra_load: Mapping[str, int],
-    exclude: Collection[str] = (),
+    cached_blocks: Mapping[WorkerId, int],
+    extra_load: Mapping[WorkerId, int],
+    exclude: Collection[WorkerId] = (),
     tie_breaker: str = "",
     always_hand_off: bool = False,
-    transfer_s: Mapping[str, float] = NOTHING_MEASURED,
+    transfer_s: Mapping[WorkerId, float] = NOTHING_MEASURED,
 ) -> Placement:
     """The cheapest placement. Raises Unavailable, naming what is missing.
 
@@ -88,9 +88,9 @@ class _Costs:
     """What one prompt costs on one worker, in seconds."""
 
     prompt_tokens: int
-    cached_blocks: Mapping[str, int]
-    extra_load: Mapping[str, int]
-    transfer_s: Mapping[str, float]
+    cached_blocks: Mapping[WorkerId, int]
+    extra_load: Mapping[WorkerId, int]
+    transfer_s: Mapping[WorkerId, float]
     typical_tokens_per_s: float
 
     def total(self, placement: Placement) -> float:
@@ -161,7 +161,7 @@ def _typical_speed(workers: Iterable[WorkerInfo]) -> float:
     return statistics.median(measured) if measured else DEFAULT_PREFILL_TOKENS_PER_S
 
 
-def _what_is_missing(prompt_tokens: int, workers: Collection[WorkerInfo], exclude: Collection[str]) -> str:
+def _what_is_missing(prompt_tokens: int, workers: Collection[WorkerInfo], exclude: Collection[WorkerId]) -> str:
     decoders = [w for w in workers if w.role.can_decode]
     if not decoders:
         return f"no decode worker is registered ({len(workers)} prefill workers are)"
