@@ -31,7 +31,6 @@ def decode_services(worker: Worker) -> list[Service]:
     worker.transports = hosts.transports
     worker.at_close(hosts.close)
     receiver = Receiver(worker.engine, pools, worker.boot_id, timeout_s, worker.streams.deliver, hosts)
-    worker.streams.after_step = receiver.notify_room
     transfer = KvTransferService(receiver, timeout_s)
     return [
         _decode(worker, receiver),

@@ -17,8 +17,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 _MAX_CONSECUTIVE_FAILURES = 3
 
 Listener = Callable[[Sequence[Event]], None]
+OnGrant = Callable[[EngineSequence], object]
 
 
 class Runner(Protocol):
@@ -81,6 +82,7 @@ class Engine:
         self._runner = runner
         self._scheduler = scheduler
         self._listener = listener
+        self._on_grant: dict[str, OnGrant] = {}  # by request, of those that ask for blocks
         self._wake = threading.Condition()
         self._stopping = False
         self._num_steps = 0
@@ -106,37 +108,49 @@ class Engine:
     def submit(self, request: Request, hold: bool = False) -> EngineSequence:
         """Queues a request. With `hold` it stops after its first token and keeps its blocks until `release` or `abort`."""
         sequence = EngineSequence(request, hold=hold)
-        with self._wake:
+        with self._changing():
             if self._stopping:
                 raise Unavailable("this worker is stopping")
             self._scheduler.add(sequence)
-            self._wake.notify()
         return sequence
 
-    def reserve(self, request: Request) -> EngineSequence | None:
-        """Takes blocks for the whole prompt, to be filled by a prefill worker. None: no room now."""
-        with self._wake:
-            return self._scheduler.reserve(request)
+    def reserve(self, request: Request, on_grant: OnGrant) -> None:
+        """Asks for blocks for the whole prompt, which a prefill worker will fill. `on_grant` is called with the sequence when it
+        has them, at once or later, on any thread; not after `abort`."""
+        with self._changing():
+            self._scheduler.reserve(request)
+            self._on_grant[request.request_id] = on_grant
 
-    def commit(self, request_id: str, first_tokens: Sequence[SampledToken]) -> list[Output]:
-        """A reservation's blocks are complete: the sequence may run. Returns its first outputs."""
-        with self._wake:
-            outputs = self._scheduler.commit(request_id, first_tokens)
-            self._wake.notify()
-        return outputs
+    def commit(self, request_id: str, first_tokens: Sequence[SampledToken], num_cached_tokens: int) -> list[Output]:
+        """A reservation's blocks are complete. Returns outputs that may be passed on: its own, if it finds a seat."""
+        with self._changing():
+            return self._scheduler.commit(request_id, first_tokens, num_cached_tokens)
 
     def release(self, request_id: str) -> None:
         """A held sequence's blocks have been shipped."""
-        with self._wake:
+        with self._changing():
             self._scheduler.release(request_id)
-            self._wake.notify()
 
     def abort(self, request_id: str) -> bool:
         """Ends a request in whatever state it is. Idempotent; True if it was alive."""
+        with self._changing():
+            self._on_grant.pop(request_id, None)
+            return self._scheduler.abort(request_id)
+
+    def stop_choice(self, request_id: str, choice: int) -> bool:
+        """Ends one output of a request. Idempotent; True if it was alive."""
+        with self._changing():
+            return self._scheduler.stop_choice(request_id, choice)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Under the lock; afterwards, those that waited for what has been given back get it, and the loop looks for work."""
         with self._wake:
-            alive = self._scheduler.abort(request_id)
+            yield
+            granted = [(sequence, self._on_grant.pop(sequence.id)) for sequence in self._scheduler.grant()]
             self._wake.notify()
-        return alive
+        for sequence, on_grant in granted:
+            on_grant(sequence)
 
     # What others want to know
 
@@ -189,6 +203,8 @@ class Engine:
                     return None
                 begin_s = time.perf_counter()
                 plan = self._scheduler.schedule()
+            if plan.outputs:
+                self._listener(plan.outputs)
         self._announce_first_chunks(plan)
         started_s = time.perf_counter()
         self._watchdog.begin(plan.num_tokens)
@@ -225,7 +241,7 @@ class Engine:
         if ahead is not None:
             ahead.begin_s = ahead.started_s = ended_s
             self._watchdog.begin(ahead.plan.num_tokens)
-        with self._wake:
+        with self._changing():
             events = self._scheduler.update(step.plan, samples)
             self._num_steps += 1
             metrics.observe_state(self._scheduler, step.num_preemptions)
@@ -261,7 +277,7 @@ class Engine:
             log.error("step of %d sequences failed", len(plan.scheduled), exc_info=error)
             self._count_failure()
         metrics.step_failures.inc()
-        with self._wake:
+        with self._changing():
             alive = [request_id for request_id in ids if self._scheduler.abort(request_id)]
             self._scheduler.discard(plan)
         self._listener([Failure(request_id, failure) for request_id in alive])

@@ -18,7 +18,7 @@ step_failures = Counter("twostroke_step_failures_total", "Engine steps that rais
 scheduled_tokens = Counter("twostroke_scheduled_tokens_total", "Tokens computed, by kind", ["kind"])
 preemptions = Counter("twostroke_preemptions_total", "Sequences whose blocks were taken for older ones")
 running = Gauge("twostroke_running_sequences", "Sequences that hold a seat")
-waiting = Gauge("twostroke_waiting_sequences", "Sequences in the queue")
+waiting = Gauge("twostroke_waiting_sequences", "Sequences in line for blocks or a seat")
 kv_usage = Gauge("twostroke_kv_usage_ratio", "Share of KV blocks that live sequences refer to")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 from shared.base.errors import InvalidRequest
@@ -22,7 +22,6 @@ class Streams(Generic[E]):
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.after_step: Callable[[], None] = lambda: None  # called on the loop after each delivery
         self._queues: dict[str, asyncio.Queue[E]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -52,4 +51,3 @@ class Streams(Generic[E]):
             queue = self._queues.get(event.request_id)
             if queue is not None:
                 queue.put_nowait(event)
-        self.after_step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from shared.base.errors import (
 )
 from shared.base.request import Token
 from shared.base.worker_info import Role
+from shared.engine.schedule.plan import Event
 from shared.options.worker import WorkerConfig
 from shared.transfer.handoff import metrics
 from shared.transfer.handoff.links import Links
@@ -37,6 +39,7 @@ from shared.transfer.transports.grpc import InlineConnector
 from shared.transfer.transports.heads import PoolGroup
 from shared.transfer.transports.interface import Connector, LinkLost
 from shared.transfer.transports.mapped.socket import listen_privately
+from shared.worker.streams import Streams
 from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
 from tests.support.eventually import eventually
 from tests.support.fake_runner import GEOMETRY, expected_tokens
@@ -530,8 +533,14 @@ async def test_time_to_push_the_last_blocks_counts_as_transfer_not_as_computatio
         await made.add(Role.DECODE)
         wire.may_write.clear()
         computed = asyncio.Event()
-        engine = prefill.worker.engine
-        prefill.worker.streams.after_step = lambda: computed.set() if engine.num_reserved_and_held() == (0, 1) else None
+        engine, streams = prefill.worker.engine, prefill.worker.streams
+
+        def deliver(events: Sequence[Event]) -> None:
+            Streams.deliver(streams, events)
+            if engine.num_reserved_and_held() == (0, 1):
+                computed.set()
+
+        monkeypatch.setattr(streams, "deliver", deliver)
         asked = request(prompt_of(200))
         running = asyncio.create_task(made.run(asked))
         await computed.wait()

@@ -138,7 +138,6 @@ async def pair(
     else:
         hosts, links = Hosts([FakeHost(wire, made.pool)]), Links([FakeConnector(wire)])
     receiver = Receiver(made.engine, pools, made.boot_id, lease_s, made.streams.deliver, hosts)
-    made.streams.after_step = receiver.notify_room
     await start_server(worker, receiver)
     both = Pair(worker, receiver, links)
     try:

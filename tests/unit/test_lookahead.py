@@ -33,6 +33,10 @@ class Engine:
         self.scheduler.add(sequence)
         return sequence
 
+    def reserve(self, name: str, num_tokens: int) -> None:
+        sequence = self.scheduler.reserve(Request(name, list(range(num_tokens)), num_tokens, SamplingParams()))
+        assert self.scheduler.grant() == [sequence]
+
     def update(self, plan: Plan, *token_ids: int) -> list[Output]:
         samples = [[SampledToken(token_id)] for token_id in token_ids or [OTHER] * len(plan.scheduled)]
         events = self.scheduler.update(plan, samples)
@@ -149,10 +153,9 @@ def test_the_next_step_waits_for_a_committed_reservation() -> None:
     engine = Engine()
     engine.add("a")
     engine.update(engine.scheduler.schedule())
-    reserved = engine.scheduler.reserve(Request("r", [1, 2, 3], 3, SamplingParams()))
-    assert reserved is not None
+    engine.reserve("r", 3)
     plan = engine.scheduler.schedule()
-    engine.scheduler.commit("r", [SampledToken(OTHER)])
+    engine.scheduler.commit("r", [SampledToken(OTHER)], 0)
     assert engine.ahead() is None
     engine.update(plan)
     assert names(engine.scheduler.schedule()) == ["a", "r"]
@@ -163,7 +166,7 @@ def test_nothing_is_planned_ahead_that_would_take_a_preemption() -> None:
     engine.add("a", num_tokens=12)
     engine.update(engine.scheduler.schedule())
     for name, num_tokens in (("r", 16), ("s", 4)):  # one free block is left
-        assert engine.scheduler.reserve(Request(name, list(range(num_tokens)), num_tokens, SamplingParams())) is not None
+        engine.reserve(name, num_tokens)
     plan, starts = engine.scheduler.schedule(), []
     while (ahead := engine.ahead()) is not None:
         engine.update(plan)

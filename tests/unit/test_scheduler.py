@@ -38,20 +38,22 @@ class Engine:
         return sequence
 
     def reserve(self, request: Request) -> Sequence:
+        """Of a request that finds room at once."""
         sequence = self.scheduler.reserve(request)
-        assert sequence is not None
+        assert self.scheduler.grant() == [sequence]
         return sequence
 
     def fill_and_commit(self, sequence: Sequence) -> list[Output]:
         self.model.write(sequence, sequence.num_computed_tokens, sequence.num_tokens)
-        return self.scheduler.commit(sequence.id, first_tokens(sequence.token_ids, sequence.request.sampling.n))
+        tokens = first_tokens(sequence.token_ids, sequence.request.sampling.n)
+        return self.scheduler.commit(sequence.id, tokens, sequence.num_cached_tokens)
 
     def step(self) -> tuple[Plan, list[Event]]:
         plan = self.scheduler.schedule()
         self.scheduler.check()
         events = self.scheduler.update(plan, self.model.execute(plan)) if plan.scheduled else []
         self.scheduler.check()
-        return plan, events
+        return plan, [*plan.outputs, *events]
 
     def run(self) -> list[Output]:
         outputs = []
@@ -102,7 +104,7 @@ def test_a_pool_too_small_for_one_sequence_is_refused_naming_both_flags() -> Non
 def test_what_can_never_be_served_is_refused_naming_the_parameter(request_: Request, param: str, message: str) -> None:
     engine = Engine()
     engine.add(request_of("taken", 4))
-    for attempt in (engine.add, engine.reserve):
+    for attempt in (engine.add, engine.scheduler.reserve):
         with pytest.raises(InvalidRequest, match=message) as caught:
             attempt(request_)
         assert caught.value.param == param
@@ -197,7 +199,8 @@ def test_a_newcomer_leaves_a_block_for_every_running_sequence() -> None:
     engine.add(request_of("a", 30))  # 8 of 16 blocks
     engine.add(request_of("b", 32))  # 8 more would leave none for a
     assert [entry[0] for entry in shape(engine.step()[0])] == ["a"]
-    assert engine.scheduler.reserve(request_of("c", 32)) is None
+    engine.scheduler.reserve(request_of("c", 32))
+    assert engine.scheduler.grant() == []
 
 
 def test_an_output_ends_when_the_sequence_reaches_the_models_length() -> None:
@@ -346,44 +349,189 @@ def test_a_committed_request_is_in_the_prefix_cache_and_an_uncommitted_one_is_no
     assert len(engine.blocks.cached_hashes()) == 2
 
 
-def test_committed_requests_wait_for_a_seat_with_their_blocks_and_before_the_queue() -> None:
+def test_a_committed_request_waits_for_a_seat_with_its_blocks_and_gives_its_first_token_with_the_seat() -> None:
     engine = Engine(max_num_seqs=2)
     for name in ("a", "b"):
         engine.fill_and_commit(engine.reserve(request_of(name, 5, max_tokens=3)))
-    third = engine.reserve(request_of("c", 5, max_tokens=3))
-    engine.add(request_of("queued", 5))
-    engine.fill_and_commit(third)
-    assert [entry[0] for entry in shape(engine.step()[0])] == ["a", "b"]
-    assert [entry[0] for entry in shape(engine.step()[0])] == ["a", "b"]
-    assert [entry[0] for entry in shape(engine.step()[0])] == ["c", "queued"]
+    request = request_of("c", 5, max_tokens=3)
+    assert engine.fill_and_commit(engine.reserve(request)) == []
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (2, 1)
+    for _ in range(2):
+        plan, events = engine.step()
+        assert [entry[0] for entry in shape(plan)] == ["a", "b"]
+        assert [event.request_id for event in events if isinstance(event, Output)] == ["a", "b"]
+    plan, events = engine.step()
+    assert shape(plan) == [("c", 5, 1, 1)]
+    assert [o.tokens[0].index for o in plan.outputs] == [0]
+    outputs = [event for event in events if isinstance(event, Output)] + engine.run()
+    assert tokens_of(outputs, "c") == solo_outputs(request, 64)[0][0]
 
 
-def test_no_room_for_a_reservation_is_none_and_leaves_no_trace() -> None:
+@pytest.mark.parametrize("first", ["local", "handed over"])
+def test_a_free_seat_goes_to_whoever_came_first(first: str) -> None:
+    engine = Engine(max_num_seqs=1)
+    engine.fill_and_commit(engine.reserve(request_of("a", 5, max_tokens=3)))
+    if first == "local":
+        engine.add(request_of("local", 5, max_tokens=2))
+    engine.fill_and_commit(engine.reserve(request_of("handed over", 5, max_tokens=2)))
+    if first != "local":
+        engine.add(request_of("local", 5, max_tokens=2))
+    order = dict.fromkeys(output.request_id for output in engine.run() if output.request_id != "a")
+    assert list(order) == [first, "local" if first != "local" else "handed over"]
+
+
+def test_a_handed_over_request_that_came_first_keeps_its_place_until_it_is_committed_but_no_seat() -> None:
+    engine = Engine(max_num_seqs=1)
+    early = engine.reserve(request_of("early", 5, max_tokens=3))
+    for name in ("b", "c"):
+        engine.add(request_of(name, 5, max_tokens=3))
+    assert [entry[0] for entry in shape(engine.step()[0])] == ["b"]
+    engine.fill_and_commit(early)
+    order = dict.fromkeys(output.request_id for output in engine.run())
+    assert list(order) == ["b", "early", "c"]
+
+
+def test_the_first_in_line_keeps_its_seat_from_younger_committed_ones_while_it_lacks_blocks() -> None:
+    engine = Engine(num_blocks=17, max_num_seqs=2)
+    engine.add(request_of("a", 4, max_tokens=10))
+    engine.add(request_of("b", 4, max_tokens=12))
+    engine.step()
+    engine.add(request_of("first", 44, max_tokens=2))  # 11 blocks of the 14 that are free now
+    younger = engine.reserve(request_of("younger", 4, max_tokens=2))
+    assert engine.fill_and_commit(younger) == []
+    for _ in range(9):
+        assert [entry[0] for entry in shape(engine.step()[0])] == ["a", "b"]
+    for _ in range(2):  # 11 blocks are free, but b may grow
+        assert [entry[0] for entry in shape(engine.step()[0])] == ["b"]
+    plan, _ = engine.step()
+    assert [entry[0] for entry in shape(plan)] == ["younger", "first"]
+
+
+def test_where_the_first_in_line_lacks_blocks_and_nothing_runs_the_newest_committed_gives_up_its_own() -> None:
+    engine = Engine(num_blocks=9, max_num_seqs=1, max_model_len=32)
+    requests = [request_of("first", 12, max_tokens=16), request_of("younger", 16, max_tokens=3)]
+    first = engine.add(requests[0])
+    outputs = [event for event in engine.step()[1] if isinstance(event, Output)]
+    younger = engine.reserve(requests[1])  # takes all but the one block that is kept for the other to grow
+    while first.status is Status.RUNNING:
+        outputs += [event for event in engine.step()[1] if isinstance(event, Output)]
+    assert not engine.scheduler.has_work
+    assert engine.fill_and_commit(younger) == []
+    outputs += engine.run()
+    assert younger.num_preemptions == 1
+    assert list(dict.fromkeys(output.request_id for output in outputs)) == ["first", "younger"]
+    for request in requests:
+        assert tokens_of(outputs, request.request_id) == solo_outputs(request, 32)[0][0]
+
+
+def test_of_a_committed_request_with_n_outputs_all_are_seated_together() -> None:
+    engine = Engine(max_num_seqs=3)
+    engine.fill_and_commit(engine.reserve(request_of("a", 5, max_tokens=2)))
+    request = request_of("b", 5, max_tokens=2, n=3)
+    assert engine.fill_and_commit(engine.reserve(request)) == []
+    assert [entry[0] for entry in shape(engine.step()[0])] == ["a"]
+    plan, _ = engine.step()
+    assert [(o.request_id, o.choice) for o in plan.outputs] == [("b", 0), ("b", 1), ("b", 2)]
+    assert [entry[0] for entry in shape(plan)] == ["b"] * 3
+
+
+def test_a_committed_request_that_has_ended_needs_no_seat() -> None:
+    engine = Engine(max_num_seqs=1)
+    engine.add(request_of("a", 5))
+    engine.step()
+    engine.fill_and_commit(engine.reserve(request_of("waits", 5)))
+    outputs = engine.fill_and_commit(engine.reserve(request_of("b", 5, max_tokens=1)))
+    assert [(o.request_id, o.finish_reason) for o in outputs] == [("b", FinishReason.LENGTH)]
+
+
+def test_cached_tokens_of_a_committed_request_are_those_that_prefill_did_not_compute() -> None:
+    engine = Engine()
+    request = request_of("a", 8, max_tokens=3)
+    engine.add(request)
+    engine.run()  # both blocks are cached here, but prefill had none
+    sequence = engine.reserve(Request("b", request.token_ids, 8, request.sampling))
+    assert sequence.num_computed_tokens == 8
+    (output,) = engine.scheduler.commit("b", first_tokens(sequence.token_ids, 1), num_cached_tokens=0)
+    assert output.num_cached_tokens == 0
+    other = engine.reserve(request_of("c", 8, n=3))  # cached there only
+    engine.model.write(other, 0, 8)
+    outputs = engine.scheduler.commit("c", first_tokens(other.token_ids, 3), num_cached_tokens=4)
+    assert [o.num_cached_tokens for o in outputs] == [4, 4, 4]
+
+
+def test_cached_tokens_count_what_was_cached_at_admission_also_after_a_preemption_before_the_first_token() -> None:
+    engine = Engine(num_blocks=9, max_model_len=32, max_num_seqs=2, max_num_batched_tokens=2)
+    seed = request_of("seed", 8, max_tokens=1)
+    engine.add(seed)
+    engine.run()
+    own = engine.add(request_of("own", 10, max_tokens=20))
+    for _ in range(5):
+        engine.step()
+    late = engine.add(Request("late", [*seed.token_ids, *range(900, 908)], 16, SamplingParams(max_tokens=2)))
+    while late.num_preemptions == 0:
+        assert late.num_output_tokens == 0
+        engine.step()
+    assert own.num_preemptions == 0
+    outputs = [output for output in engine.run() if output.request_id == "late"]
+    assert [output.num_cached_tokens for output in outputs] == [8, 0]
+
+
+def test_reservations_wait_for_blocks_in_order_and_hold_none_meanwhile() -> None:
     engine = Engine(num_blocks=17)
     engine.reserve(request_of("a", 40))
-    assert engine.scheduler.reserve(request_of("b", 40)) is None
-    assert engine.scheduler.num_reserved == 1
+    large, small = engine.scheduler.reserve(request_of("large", 40)), engine.scheduler.reserve(request_of("small", 4))
+    assert engine.scheduler.grant() == []
+    assert (large.status, small.status, small.block_table) == (Status.ASKING, Status.ASKING, [])
+    assert (engine.scheduler.num_reserved, engine.scheduler.num_waiting, engine.scheduler.has_work) == (1, 2, False)
     engine.scheduler.check()
+    engine.scheduler.abort("a")
+    assert engine.scheduler.grant() == [large, small]
+    assert engine.scheduler.num_reserved == 2
 
 
-def test_a_reservation_does_not_take_what_the_head_of_the_queue_needs() -> None:
+def test_an_abort_of_the_one_that_asks_lets_the_next_have_its_blocks() -> None:
     engine = Engine(num_blocks=17)
-    engine.add(request_of("queued", 40))  # 10 of 16 blocks
-    assert engine.scheduler.reserve(request_of("a", 28)) is None
+    engine.reserve(request_of("a", 40))
+    engine.scheduler.reserve(request_of("large", 40))
+    small = engine.scheduler.reserve(request_of("small", 4))
+    assert engine.scheduler.grant() == []
+    assert engine.scheduler.abort("large")
+    assert engine.scheduler.grant() == [small]
+
+
+def test_a_reservation_does_not_take_what_an_older_waiting_sequence_needs() -> None:
+    engine = Engine(num_blocks=17)
+    engine.add(request_of("waiting", 40))  # 10 of 16 blocks
+    engine.scheduler.reserve(request_of("a", 28))
+    assert engine.scheduler.grant() == []
+    engine.scheduler.abort("a")
     engine.reserve(request_of("b", 24))
+
+
+def test_a_waiting_sequence_takes_no_blocks_before_an_older_reservation_that_asks_for_some() -> None:
+    engine = Engine(num_blocks=17)
+    engine.reserve(request_of("a", 40))
+    asking = engine.scheduler.reserve(request_of("asking", 28))
+    engine.add(request_of("waiting", 4, max_tokens=1))
+    assert engine.scheduler.grant() == []
+    assert not engine.scheduler.has_work
+    assert engine.scheduler.schedule().scheduled == ()
+    engine.scheduler.abort("a")
+    assert engine.scheduler.grant() == [asking]
+    assert [entry[0] for entry in shape(engine.step()[0])] == ["waiting"]
 
 
 def test_a_commit_without_a_reservation_or_with_a_wrong_number_of_tokens_is_refused() -> None:
     engine = Engine()
     token = SampledToken(1)
     with pytest.raises(StaleTransfer, match="nobody"):
-        engine.scheduler.commit("nobody", [token])
+        engine.scheduler.commit("nobody", [token], 0)
     engine.reserve(request_of("a", 8, n=2))
     with pytest.raises(CorruptTransfer, match="1 first tokens for 2"):
-        engine.scheduler.commit("a", [token])
-    engine.scheduler.commit("a", [token, token])
+        engine.scheduler.commit("a", [token], 0)
+    engine.scheduler.commit("a", [token, token], 0)
     with pytest.raises(StaleTransfer):
-        engine.scheduler.commit("a", [token, token])
+        engine.scheduler.commit("a", [token, token], 0)
 
 
 # --- held prompts
@@ -439,9 +587,17 @@ def test_an_abort_ends_all_outputs_in_every_state_and_is_idempotent() -> None:
     engine.step()
     engine.add(request_of("running", 8, n=3))
     engine.step()
+    engine.fill_and_commit(engine.reserve(request_of("committed", 8)))
     engine.add(request_of("waiting", 8))
     engine.reserve(request_of("reserved", 8))
-    for name in ("held", "running", "waiting", "reserved"):
+    asking = engine.scheduler.reserve(request_of("asking", 60))
+    states = (Status.HELD, Status.COMMITTED, Status.WAITING, Status.RESERVED, Status.ASKING)
+    found = {s.id: s.status for s in engine.scheduler.sequences() if s.id != "running"}
+    assert (found, asking.status) == (
+        dict(zip(("held", "committed", "waiting", "reserved", "asking"), states, strict=True)),
+        states[-1],
+    )
+    for name in ("held", "running", "committed", "waiting", "reserved", "asking"):
         assert engine.scheduler.abort(name)
         assert not engine.scheduler.abort(name)
         engine.scheduler.check()

@@ -93,7 +93,6 @@ class Traffic:
         self.answers: dict[tuple[str, int], Answer] = {}
         self.progress: dict[str, int] = {}
         self.aborted: set[str] = set()
-        self.to_reserve: list[Request] = []
         self.reserved: list[Sequence] = []
         self.holds: dict[str, Sequence] = {}
         self.arrived: list[Sequence] = []  # added and not yet seen in a plan, in order
@@ -108,7 +107,7 @@ class Traffic:
             self.answers[request.request_id, choice] = Answer()
         kind = self.random.choice(["local", "local", "hold", "remote"])
         if kind == "remote":
-            self.to_reserve.append(request)
+            self.scheduler.reserve(request)
             return
         sequence = Sequence(request, hold=kind == "hold")
         self.scheduler.add(sequence)
@@ -130,20 +129,18 @@ class Traffic:
         salt = random.choice(["", "", "", "tenant"])
         return Request(f"r{len(self.requests)}", token_ids, num_tokens - num_emitted, sampling, salt)
 
-    def try_reserve(self) -> None:
-        if self.to_reserve:
-            sequence = self.scheduler.reserve(self.to_reserve[0])
-            if sequence is not None:
-                self.to_reserve.pop(0)
-                self.reserved.append(sequence)
-                self.model.verify(sequence, sequence.num_computed_tokens)
+    def grant(self) -> None:
+        for sequence in self.scheduler.grant():
+            self.reserved.append(sequence)
+            self.model.verify(sequence, sequence.num_computed_tokens)
 
     def receive_and_commit(self) -> None:
         if not self.reserved:
             return
         sequence = self.reserved.pop(self.random.randrange(len(self.reserved)))
         self.model.write(sequence, sequence.num_computed_tokens, sequence.num_tokens)
-        self._deliver(self.scheduler.commit(sequence.id, first_tokens(sequence.token_ids, sequence.request.sampling.n)))
+        tokens = first_tokens(sequence.token_ids, sequence.request.sampling.n)
+        self._deliver(self.scheduler.commit(sequence.id, tokens, sequence.num_cached_tokens))
 
     def receive_a_part(self) -> None:
         if self.reserved:
@@ -181,12 +178,13 @@ class Traffic:
     def disturb(self, aborts: bool) -> None:
         """A few random events."""
         for _ in range(self.random.randrange(3)):
-            events = [self.try_reserve, self.receive_and_commit, self.receive_a_part, self.ship_and_release, self.drain]
+            events = [self.receive_and_commit, self.receive_a_part, self.ship_and_release, self.drain]
             if aborts and self.random.random() < 0.15:
                 events = [self.abort]
             if len(self.requests) < NUM_REQUESTS and self.random.random() < 0.5:
                 events = [self.arrive]
             self.random.choice(events)()
+            self.grant()
             self.check()
 
     # --- a step
@@ -195,10 +193,12 @@ class Traffic:
         """One step, or, on a device that is asynchronous, the steps until none can be planned ahead."""
         had_work = self.scheduler.has_work
         preemptions = self._preemptions()
-        decodes = self._seated_decodes()
+        decodes = self._decodes()
         plan = self.scheduler.schedule()
+        self._deliver(list(plan.outputs))
+        self.grant()
         self.check()
-        preempted = {sequence for sequence, count in self._preemptions().items() if count > preemptions[sequence]}
+        preempted = {sequence for sequence, count in self._preemptions().items() if count > preemptions.get(sequence, 0)}
         assert had_work == bool(plan.scheduled or preempted), "work, but nothing scheduled, or the reverse"
         self._check_plan(plan, decodes)
         flight = Flight(self.model, plan) if plan.scheduled else None
@@ -214,6 +214,7 @@ class Traffic:
                 ahead.compute()
             self.disturb(aborts)
             self._deliver(self.scheduler.update(flight.plan, samples))
+            self.grant()
             self.check()
             flight = ahead
 
@@ -234,6 +235,7 @@ class Traffic:
                 if launched is not None:
                     launched.compute()
         self.scheduler.discard(flight.plan)
+        self.grant()
         self.check()
 
     def _check_plan(self, plan: Plan, decodes: list[Sequence]) -> None:
@@ -245,17 +247,17 @@ class Traffic:
         assert all(sequence.status is Status.RUNNING for sequence in planned)
         for decode in decodes:
             assert decode in planned or decode.status is Status.WAITING, "a decode waits although it was not preempted"
+        assert sum(s.request.sampling.n if s.is_forking and not s.hold else 1 for s in planned) <= self.limits.max_num_seqs
         newcomers = [sequence for sequence in self.arrived if sequence in planned]
         assert newcomers == self.arrived[: len(newcomers)], "the queue was overtaken"
         self.arrived = self.arrived[len(newcomers) :]
         if newcomers:
-            waiting = [sequence for sequence in self.scheduler.sequences() if sequence.status is Status.WAITING]
-            assert not any(sequence.num_preemptions for sequence in waiting), "a preempted sequence was overtaken"
+            in_line = (Status.WAITING, Status.ASKING, Status.COMMITTED)
+            waiting = [s for s in self.scheduler.sequences() if s.status in in_line]
+            assert all(s.order > newcomers[-1].order for s in waiting), "one who came earlier was overtaken"
 
-    def _seated_decodes(self) -> list[Sequence]:
+    def _decodes(self) -> list[Sequence]:
         running = [sequence for sequence in self.scheduler.sequences() if sequence.status is Status.RUNNING]
-        if sum(max(1, s.request.sampling.n if s.is_forking else 1) for s in running) > self.limits.max_num_seqs:
-            return []  # some committed sequences have no seat yet
         return [sequence for sequence in running if sequence.num_uncomputed_tokens == 1]
 
     def _preemptions(self) -> dict[Sequence, int]:
@@ -310,7 +312,7 @@ def run_to_the_end(traffic: Traffic, aborts: bool) -> None:
         traffic.disturb(aborts)
         traffic.step(aborts)
     for _ in range(traffic.most_steps_left()):
-        if not traffic.scheduler.sequences() and not traffic.to_reserve:
+        if not traffic.scheduler.sequences():
             break
         traffic.disturb(aborts=False)
         traffic.step(aborts=False)

@@ -38,6 +38,7 @@ class ScheduledSequence:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One engine step. Sequences with a single token come first. `copies` (source, target) come before the forward pass.
+    `outputs` are first tokens, to be passed on at once: of sequences that were handed over and have a seat from this step on.
 
     A plan made ahead has `sampled_rows`: its sequences compute one token each, which the plan before it samples. That plan samples
     one for each of its own sequences; sampled_rows[i] says which of them is `scheduled[i]`.
@@ -46,6 +47,7 @@ class Plan:
     scheduled: tuple[ScheduledSequence, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     sampled_rows: tuple[int, ...] | None = None
+    outputs: tuple[Output, ...] = ()
 
     @property
     def num_tokens(self) -> int:

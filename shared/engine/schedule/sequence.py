@@ -9,9 +9,11 @@ from shared.base.request import FinishReason, Request
 
 
 class Status(Enum):
-    WAITING = auto()  # in the queue, holds no blocks
+    WAITING = auto()  # in line for a seat and blocks; holds neither
+    ASKING = auto()  # in line for blocks that a prefill worker is going to fill
     RESERVED = auto()  # holds blocks that a prefill worker is filling; not schedulable
-    RUNNING = auto()  # holds blocks, some tokens may still be uncomputed
+    COMMITTED = auto()  # its blocks have been filled; in line for a seat, its first tokens not yet passed on
+    RUNNING = auto()  # holds a seat and blocks; some tokens may still be uncomputed
     HELD = auto()  # prompt computed and first token sampled; holds its blocks until they are shipped
     FINISHED = auto()
 
@@ -37,6 +39,8 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
+    arrival: int = 0  # of its request, among all that have come to its scheduler, which sets it
+    stopped_choices: set[int] = field(default_factory=set)  # outputs that nobody will read, known before the fork
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.token_ids)
@@ -44,6 +48,11 @@ class Sequence:
     @property
     def id(self) -> str:
         return self.request.request_id
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place among others: requests as they arrived, outputs of one request as they are numbered."""
+        return self.arrival, self.choice
 
     @property
     def num_tokens(self) -> int:

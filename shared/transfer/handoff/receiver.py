@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +62,8 @@ class _Expected:
     attempt: int = -1
     reservation: _Reservation | None = None
     fence: asyncio.Future[None] | None = None  # an earlier attempt's blocks wait for it, under the same request id
+    room: asyncio.Future[EngineSequence] | None = None  # the engine has been asked for blocks, by the calls that wait for it
+    num_waiting: int = 0
     committed: bool = False
 
 
@@ -84,8 +86,6 @@ class Receiver:
         self._on_outputs = on_outputs
         self.hosts = hosts or Hosts([InlineHost()])
         self._expected: dict[bytes, _Expected] = {}
-        self._queue = asyncio.Lock()  # who waits for room does so in order of arrival
-        self._room = asyncio.Event()
 
     # The life of an expectation: as long as the Generate stream
 
@@ -105,10 +105,8 @@ class Receiver:
             self._drop(expected, "abandoned")
         elif expected.fence is None:
             self._engine.abort(expected.request.request_id)
-
-    def notify_room(self) -> None:
-        """Blocks may have been freed: whoever waits for room looks again."""
-        self._room.set()
+        if expected.room is not None and not expected.room.done():
+            expected.room.set_exception(self._stale("the stream ended while its reservation waited", "unknown"))
 
     # The prefill worker's calls
 
@@ -179,9 +177,8 @@ class Receiver:
         reservation.landing.close()
         expected.reservation, expected.committed = None, True
         metrics.transfers.labels("committed").inc()
-        outputs = self._engine.commit(expected.request.request_id, first_tokens)
         # What the client was spared is what the prefill worker did not compute.
-        self._on_outputs([replace(o, num_cached_tokens=commit.num_cached_tokens) for o in outputs])
+        self._on_outputs(self._engine.commit(expected.request.request_id, first_tokens, commit.num_cached_tokens))
 
     def abort(self, key: kv_pb2.TransferKey) -> bool:
         """Gives one attempt's reservation back; True if there was one. A new attempt may still come."""
@@ -204,23 +201,9 @@ class Receiver:
             raise Overloaded("the earlier attempt's sender does not say that it has stopped writing") from None
 
     async def _reserve(self, key: kv_pb2.TransferKey, expected: _Expected, num_blocks: int, timeout_s: float, route: Route) -> None:
-        try:
-            async with asyncio.timeout(timeout_s), self._queue:
-                while True:
-                    if self._find(key) is not expected or expected.attempt != key.attempt:
-                        raise self._stale("the transfer moved on while its reservation waited", "superseded")
-                    if expected.reservation is not None:  # a repeated call of the same attempt won
-                        return
-                    if expected.fence is not None:
-                        raise self._stale("the attempt was ended while its reservation waited", "aborted")
-                    self._room.clear()
-                    sequence = self._engine.reserve(expected.request)
-                    if sequence is not None:
-                        break
-                    await self._room.wait()
-        except TimeoutError:
-            metrics.refused.labels("no_room").inc()
-            raise Overloaded(f"no room for {num_blocks} blocks within {timeout_s:.1f} s") from None
+        sequence = await self._wait_for_room(key, expected, num_blocks, timeout_s)
+        if expected.reservation is not None:  # a repeated call of the same attempt won
+            return
         try:
             landing = self.hosts.landing(route, lambda: self._lose(expected))
         except Exception:
@@ -231,6 +214,37 @@ class Receiver:
         missing[:num_cached] = False
         lease = asyncio.get_running_loop().call_later(self._lease_s, self._expire, expected)
         expected.reservation = _Reservation(key.attempt, sequence, route, landing, num_cached, lease, missing)
+
+    async def _wait_for_room(
+        self, key: kv_pb2.TransferKey, expected: _Expected, num_blocks: int, timeout_s: float
+    ) -> EngineSequence:
+        """The place in the engine's line is the transfer's: repeated calls and the next attempt wait in it too."""
+        room = expected.room = expected.room or self._ask(expected.request)
+        expected.num_waiting += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                sequence = await asyncio.shield(room)
+            if self._find(key) is not expected or expected.attempt != key.attempt:
+                raise self._stale("the transfer moved on while its reservation waited", "superseded")
+            if expected.room is room:
+                expected.room = None
+            elif expected.reservation is None:
+                raise self._stale("the attempt was ended while its reservation waited", "aborted")
+            return sequence
+        except TimeoutError:
+            metrics.refused.labels("no_room").inc()
+            raise Overloaded(f"no room for {num_blocks} blocks within {timeout_s:.1f} s") from None
+        finally:
+            expected.num_waiting -= 1
+            if expected.room is room and not expected.num_waiting:
+                expected.room = None
+                self._engine.abort(expected.request.request_id)
+
+    def _ask(self, request: Request) -> asyncio.Future[EngineSequence]:
+        loop = asyncio.get_running_loop()
+        room: asyncio.Future[EngineSequence] = loop.create_future()
+        self._engine.reserve(request, lambda sequence: loop.call_soon_threadsafe(_resolve, room, sequence))
+        return room
 
     def _find(self, key: kv_pb2.TransferKey) -> _Expected:
         if key.boot_id != self._boot_id:
@@ -310,7 +324,6 @@ class Receiver:
 
     def _give_back(self, expected: _Expected) -> None:
         self._engine.abort(expected.request.request_id)
-        self.notify_room()
 
     def _stale(self, message: str, cause: str) -> StaleTransfer:
         metrics.refused.labels(cause).inc()
@@ -334,6 +347,11 @@ class Receiver:
             raise IncompatiblePeer(
                 f"digest is {theirs.digest} at the sender and {ours.digest} here: model, weights, --dtype or protocol differ"
             )
+
+
+def _resolve(room: asyncio.Future[EngineSequence], sequence: EngineSequence) -> None:
+    if not room.done():
+        room.set_result(sequence)
 
 
 def _cells(missing: NDArray[np.bool_], chunk: kv_pb2.Chunk) -> NDArray[np.bool_]:
