@@ -34,7 +34,7 @@ bench-cpu: setup  ## the same work on every engine of this machine, one after an
 gpu-check: setup $(VENV)/.installed-dev  ## test and measure the GPU kernels on this machine's GPU
 	@$(BIN)/python -m bench.kernels.gpu_check
 
-chaos: setup $(VENV)/.installed-dev  ## real processes under load and a hundred random faults; options go into ARGS
+chaos: setup $(VENV)/.installed-dev  ## real processes under load and random faults; options go into ARGS
 	@$(BIN)/python -m tests.chaos $(ARGS)
 
 mutants: setup $(VENV)/.installed-mutants  ## small faults put into the code, one at a time: do the tests notice? takes an hour

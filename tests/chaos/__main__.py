@@ -1,6 +1,6 @@
 """`python -m tests.chaos`: the long form. Prints its seed, and ends with exit code 1 if anything was lost, repeated or kept.
 
-Takes some minutes. As root it also loses packets between network namespaces.
+Takes some minutes. As root it also loses packets between network namespaces and fills a disk.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.chaos import wire
-from tests.chaos.faults import EVERYWHERE, LosePackets
+from tests.chaos import disk, faults, strangers, wire
 from tests.chaos.report import Report
 from tests.chaos.run import Chaos
 from tests.chaos.site import site
@@ -25,8 +24,8 @@ _NUM_LANES = 2  # faults that may last at the same time
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Load and random faults on real processes.")
     parser.add_argument("--seed", type=int, default=random.randrange(2**32), help="of requests and faults; default: random")
-    parser.add_argument("--num-requests", type=int, default=1000)
-    parser.add_argument("--num-faults", type=int, default=100)
+    parser.add_argument("--num-requests", type=int, default=3000)
+    parser.add_argument("--num-faults", type=int, default=200)
     parser.add_argument("--report", type=Path, default=Path("bench/reports/chaos.json"))
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
@@ -43,14 +42,16 @@ def main() -> None:
 
 
 async def _run(folder: Path, seed: int, num_requests: int, num_faults: int) -> Report:
-    reason = wire.why_impossible()
-    kinds = EVERYWHERE if reason else (*EVERYWHERE, LosePackets)
-    if reason:
-        print(f"without lost packets: {reason}")
-    async with site(folder, random.Random(seed), has_wire=reason is None) as made:
+    kinds: tuple[type[faults.Fault], ...] = (*faults.EVERYWHERE, *strangers.EVERYWHERE)
+    reason = wire.why_impossible() or disk.why_impossible()
+    if reason is None:
+        kinds = (*kinds, faults.LosePackets, strangers.FillDisk)
+    else:
+        print(f"without lost packets and full disks: {reason}")
+    async with site(folder, random.Random(seed), is_root=reason is None) as made:
         chaos = Chaos(made, seed, say=lambda text: print(text, flush=True))
         report = await chaos.run(kinds, num_faults, num_requests, _NUM_LANES)
-    report.without = [f"LosePackets: {reason}"] if reason else []
+    report.without = [f"LosePackets, FillDisk: {reason}"] if reason else []
     return report
 
 

@@ -21,6 +21,7 @@ from shared.transfer.handoff.links import Links
 from shared.transfer.transports.grpc import InlineConnector, InlineLink, InlineWriter
 from shared.transfer.transports.interface import Announce, Peer
 from shared.worker.worker import Service, Worker, run_worker
+from tests.chaos import blockable
 from tests.chaos.chunk_fault import CHUNKS_FILE_VARIABLE, ChunkFault
 
 
@@ -71,4 +72,5 @@ def faulty_services(worker: Worker) -> list[Service]:
 
 
 if __name__ == "__main__":
+    blockable.install()
     run_worker(parse_config(WorkerConfig, sys.argv[1:], "faulty_prefill", os.environ), Role.PREFILL, faulty_services)

@@ -4,7 +4,7 @@
        │      relay──> prefill-1 ─┤        prefill-1   chunks go over gRPC, and wrong on demand
        └───── relay ──────────────┴──> decode-0, decode-1
 
-With namespaces, the last decode worker is at the end of a wire that loses packets.
+As root, the last decode worker is at the end of a wire that loses packets, and the workers' logs are on a disk that can be full.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -24,7 +25,9 @@ import httpx
 from services.local.valkey import ValkeyAddress
 from shared.base.worker_info import Role
 from shared.rpc import control_pb2, control_pb2_grpc
+from tests.chaos.blockable import BLOCK_FILE_VARIABLE
 from tests.chaos.chunk_fault import CHUNKS_FILE_VARIABLE, ChunkFault
+from tests.chaos.disk import SmallDisk
 from tests.chaos.relay import Relay
 from tests.chaos.wire import Wire
 from tests.support.parts import READY_TIMEOUT_S, Part, free_ports, service_command
@@ -32,6 +35,7 @@ from tests.support.tiny_model import MAX_MODEL_LEN, save_tiny_model
 from tests.support.valkey import TestValkey
 
 MODEL_NAME = "tiny"
+CLUSTER_SECRET = "the secret of this chaos"
 TRANSFER_TIMEOUT_S = 2.0
 WORKER_WAIT_S = 60.0
 # Few enough that the load fills the pools: requests wait for room, and running ones are preempted.
@@ -59,12 +63,16 @@ class SiteWorker:
         host, port = self.target
         async with grpc.aio.insecure_channel(f"{host}:{port}") as channel:
             stub = control_pb2_grpc.WorkerStub(channel)
-            return await stub.GetStatus(control_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_S, wait_for_ready=True)
+            request, metadata = control_pb2.GetStatusRequest(), (("twostroke-cluster-secret", CLUSTER_SECRET),)
+            return await stub.GetStatus(request, timeout=_STATUS_TIMEOUT_S, wait_for_ready=True, metadata=metadata)
 
 
 class Site:
-    def __init__(self, folder: Path, rng: random.Random, num_prefill: int, num_decode: int, has_wire: bool) -> None:
+    def __init__(self, folder: Path, rng: random.Random, num_prefill: int, num_decode: int, is_root: bool) -> None:
+        """`is_root`: a wire that loses packets, and a disk for the workers' logs that can be filled."""
         self.folder = folder
+        self.disk = SmallDisk(folder / "logs") if is_root else None
+        (folder / "logs").mkdir()
         self.valkey = TestValkey(ValkeyAddress(unix_socket=folder / "valkey"))
         self.valkey_lock = asyncio.Lock()
         self.router_lock = asyncio.Lock()
@@ -73,6 +81,7 @@ class Site:
         self.on_death: Callable[[Part], Awaitable[None]] | None = None  # called before a process is ended
         self._chunks_file = folder / "chunks"
         self._chunks_file.write_text("")
+        self._block_file = folder / "block"
         (folder / "tmp").mkdir()
         model = save_tiny_model(folder / MODEL_NAME)
         self._environ = {
@@ -82,12 +91,14 @@ class Site:
             "TMPDIR": str(folder / "tmp"),
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
+            "TWOSTROKE_CLUSTER_SECRET": CLUSTER_SECRET,
             CHUNKS_FILE_VARIABLE: str(self._chunks_file),
+            BLOCK_FILE_VARIABLE: str(self._block_file),
         }
         self.workers = [self._worker(Role.PREFILL, number) for number in range(num_prefill)]
         for number in range(num_decode):
             is_last = number == num_decode - 1
-            self.workers.append(self._worker(Role.DECODE, number, Wire(1, rng) if has_wire and is_last else None))
+            self.workers.append(self._worker(Role.DECODE, number, Wire(1, rng) if is_root and is_last else None))
         (port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
         self.router = self._router(port)
@@ -114,10 +125,11 @@ class Site:
         }
         environ = self._environ | {f"TWOSTROKE_{option}": str(value) for option, value in options.items()}
         is_faulty = role is Role.PREFILL and number == 1
-        command = (sys.executable, "-m", "tests.chaos.faulty_prefill") if is_faulty else service_command(role.value)
+        module = ("tests.chaos.faulty_prefill",) if is_faulty else ("tests.chaos.blockable", role.value)
+        command: tuple[str, ...] = (sys.executable, "-m", *module)
         if wire is not None:
             command = (*wire.enter_command, *command)
-        part = Part(name, command, environ, self.folder / f"{name}.log")
+        part = Part(name, command, environ, self.folder / "logs" / f"{name}.log")
         target = (host, port)
         return SiteWorker(role, part, Relay(relay_port, target), target, f"http://{host}:{metrics_port}/metrics", wire)
 
@@ -145,7 +157,14 @@ class Site:
     def break_chunks(self, fault: ChunkFault | None) -> None:
         self._chunks_file.write_text(fault.value if fault is not None else "")
 
+    def block_loop(self, worker: SiteWorker, duration_s: float) -> None:
+        """The worker's event loop stands still for so long."""
+        self._block_file.write_text(str(duration_s))
+        worker.part.signal(signal.SIGUSR1)
+
     async def start(self) -> None:
+        if self.disk is not None:
+            self.disk.mount()
         await self.valkey.start()
         for worker in self.workers:
             await worker.relay.start()
@@ -162,6 +181,8 @@ class Site:
             await worker.relay.close()
             if worker.wire is not None:
                 worker.wire.disconnect()
+        if self.disk is not None:
+            self.disk.unmount()
 
     async def wait_ready(self) -> None:
         """The router has proven that a request would succeed."""
@@ -183,8 +204,8 @@ class Site:
 
 
 @asynccontextmanager
-async def site(folder: Path, rng: random.Random, has_wire: bool = False, num_each: int = 2) -> AsyncIterator[Site]:
-    made = Site(folder, rng, num_each, num_each, has_wire)
+async def site(folder: Path, rng: random.Random, is_root: bool = False, num_each: int = 2) -> AsyncIterator[Site]:
+    made = Site(folder, rng, num_each, num_each, is_root)
     try:
         await made.start()
         yield made

@@ -14,7 +14,8 @@ import pytest
 import pytest_asyncio
 
 from shared.base.worker_info import Role
-from tests.chaos.faults import EVERYWHERE, DrainWorker
+from tests.chaos import faults, strangers
+from tests.chaos.faults import DrainWorker
 from tests.chaos.load import Load, make_asks
 from tests.chaos.run import Chaos
 from tests.chaos.site import MODEL_NAME, Site, site
@@ -36,7 +37,9 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sit
 async def test_chaos_loses_no_token_repeats_none_and_leaves_nothing_behind(running: Site) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
-    kinds = [kind for kind in EVERYWHERE if kind is not DrainWorker]  # which another test does to every worker
+    kinds = [
+        kind for kind in (*faults.EVERYWHERE, *strangers.EVERYWHERE) if kind is not DrainWorker
+    ]  # which another test does to every worker
     chaos = Chaos(running, seed, num_asks=12, pause_s=PAUSE_S)
     report = await chaos.run(kinds, num_faults=len(kinds), num_requests=100, num_lanes=3)
     assert not report.violations

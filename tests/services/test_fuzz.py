@@ -13,7 +13,6 @@ import grpc
 import grpc.aio
 import pytest
 import xxhash
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from shared.base.worker_info import Role
@@ -23,9 +22,9 @@ from shared.wire.errors import is_broken_write
 from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
 from tests.support.eventually import eventually
 from tests.support.fake_runner import GEOMETRY, expected_tokens
+from tests.support.nonsense import damaged, random_message
 
 SEED = int(os.environ.get("FUZZ_SEED", "0")) or random.randrange(2**32)
-MAX_DEPTH = 4  # of messages in messages
 NUM_ROUNDS = 20
 CALL_TIMEOUT_S = 0.3  # for those that wait, as a Generate does for its transfer
 
@@ -57,50 +56,6 @@ PUSH = "/twostroke.v1.KvTransfer/Push"
 def rng() -> random.Random:
     print("FUZZ_SEED", SEED)
     return random.Random(SEED)
-
-
-def random_message(rng: random.Random, message: Message, share: float = 0.75, depth: int = 0) -> Message:
-    """Gives a share of the fields values that are plausible, extreme or wrong; repeated ones get more of them."""
-    for field in message.DESCRIPTOR.fields:
-        target = getattr(message, field.name)
-        if field.message_type is None:
-            if rng.random() < share:
-                _set_values(rng, message, field)
-        elif not field.message_type.GetOptions().map_entry and depth < MAX_DEPTH and rng.random() < 0.75:
-            random_message(rng, target.add() if field.is_repeated else target, share, depth + 1)
-    return message
-
-
-def _set_values(rng: random.Random, message: Message, field: FieldDescriptor) -> None:
-    if field.is_repeated:
-        getattr(message, field.name).extend(_random_value(rng, field) for _ in range(rng.choice([1, 3, 40])))
-    else:
-        setattr(message, field.name, _random_value(rng, field))
-
-
-def _random_value(rng: random.Random, field: FieldDescriptor) -> object:
-    match field.cpp_type:
-        case FieldDescriptor.CPPTYPE_DOUBLE | FieldDescriptor.CPPTYPE_FLOAT:
-            return rng.choice([0.0, 0.5, 1.0, -1.0, 1e30, float("inf"), float("nan")])
-        case FieldDescriptor.CPPTYPE_STRING if field.type == FieldDescriptor.TYPE_BYTES:
-            return rng.randbytes(rng.choice([0, 1, 16, 17, 500]))
-        case FieldDescriptor.CPPTYPE_STRING:
-            return rng.choice(["", "x", "boot", "grpc", "shm", "gloo", "nccl", "127.0.0.1:1", "\0", "é" * 300])
-        case FieldDescriptor.CPPTYPE_BOOL:
-            return rng.random() < 0.5
-        case FieldDescriptor.CPPTYPE_ENUM:
-            return rng.randrange(4)
-    return rng.choice([0, 1, 2, 3, 16, 127, 999, 2**31 - 1, 2**32 - 1])
-
-
-def damaged(rng: random.Random, data: bytes) -> bytes:
-    """Cut off, or with some bytes changed."""
-    if not data or rng.random() < 0.5:
-        return data[: rng.randrange(len(data) + 1)]
-    changed = bytearray(data)
-    for _ in range(rng.randrange(1, 6)):
-        changed[rng.randrange(len(changed))] = rng.randrange(256)
-    return bytes(changed)
 
 
 def right(kind: type[Message], decode: FakeWorker) -> Message:
