@@ -90,7 +90,7 @@ class Findings:
 async def measure(config: FailoverConfig, folder: Path, progress: Progress) -> Findings:
     """Raises EngineFailed, HttpFailure, RoundFailed, WorkerLost or ConfigError."""
     prompts = PromptSource(tokenize_with(folder, documentation()), config.prompt_seed)
-    until_s = time.perf_counter() + config.time_limit_s
+    until = time.perf_counter() + config.time_limit_s
     progress.say("starting")
     shape = ("--prefill", str(NUM_WORKERS_EACH), "--decode", str(NUM_WORKERS_EACH), "--handoff", "always")
     async with running_stack("failover", folder, config.num_threads, *shape) as stack:
@@ -98,7 +98,7 @@ async def measure(config: FailoverConfig, folder: Path, progress: Progress) -> F
         async with workers_of_stack(2 * NUM_WORKERS_EACH) as workers:
             await workers.all_alive()
             rounds = Rounds(stack, workers, *_jobs(config, prompts), salt=f"failover-{time.time_ns()}")
-            return await _kill_in_turn(config, rounds, until_s, progress)
+            return await _kill_in_turn(config, rounds, until, progress)
 
 
 def _jobs(config: FailoverConfig, prompts: PromptSource) -> tuple[list[Job], Job]:
@@ -107,13 +107,13 @@ def _jobs(config: FailoverConfig, prompts: PromptSource) -> tuple[list[Job], Job
     return streams, Job(prompts.cut(config.long_prompt_tokens), _LONG_OUTPUT_TOKENS)
 
 
-async def _kill_in_turn(config: FailoverConfig, rounds: Rounds, until_s: float, progress: Progress) -> Findings:
+async def _kill_in_turn(config: FailoverConfig, rounds: Rounds, until: float, progress: Progress) -> Findings:
     """In turn, because a worker that is killed again soon after its start is kept down for longer by its supervisor."""
     progress.say("running undisturbed")
     await rounds.run_undisturbed()
     findings = Findings([], [])
     for number in range(1, config.kills + 1):
-        if time.perf_counter() > until_s:
+        if time.perf_counter() > until:
             progress.say(f"the time is up after {number - 1} kills of each")
             break
         progress.say(f"kills {number}/{config.kills}")

@@ -111,12 +111,12 @@ class Rounds:
             homes = [await self._start(tasks, stream) for stream in streams]
             await _settled(streams)
             victim = max(sorted(set(homes)), key=lambda home: (homes.count(home), -self._num_kills[home]))  # of equals, in turn
-            killed_s = self._kill(victim)
+            killed_at = self._kill(victim)
         return DecodeKill(
             victim,
-            statistics.median(gap for stream in streams for gap in stream.gaps_s(killed_s)),
-            [stream.longest_gap_s(killed_s) for stream, home in zip(streams, homes, strict=True) if home == victim],
-            [stream.longest_gap_s(killed_s) for stream, home in zip(streams, homes, strict=True) if home != victim],
+            statistics.median(gap for stream in streams for gap in stream.gaps_s(killed_at)),
+            [stream.longest_gap_s(killed_at) for stream, home in zip(streams, homes, strict=True) if home == victim],
+            [stream.longest_gap_s(killed_at) for stream, home in zip(streams, homes, strict=True) if home != victim],
             await self._num_failovers("decode") - num_failovers,
             _judge(self.jobs, streams),
         )
@@ -135,13 +135,13 @@ class Rounds:
             victim = await self._busy_prefill(long)
             await asyncio.sleep(undisturbed.ttft_s / 2)  # it has computed for a while: the worst time to lose it
             is_early = not long.tokens
-            killed_s = self._kill(victim)
+            killed_at = self._kill(victim)
         return PrefillKill(
             victim,
             is_early and bool(long.tokens) and await self._num_failovers("prefill") > num_failovers,
             undisturbed.ttft_s,
             long.ttft_s,
-            [stream.longest_gap_s(killed_s) for stream in streams],
+            [stream.longest_gap_s(killed_at) for stream in streams],
             _judge([*self.jobs, self.long_job, self.long_job], [*streams, undisturbed, long]),
         )
 

@@ -27,13 +27,13 @@ class StreamEnded(Exception):
 
 @dataclass(slots=True)
 class TokenStream:
-    """One request. `arrivals_s` has a time.perf_counter() for each token; those of one chunk came at the same time."""
+    """One request. `arrived_at` has a time.perf_counter() for each token; those of one chunk came at the same time."""
 
     prompt: Sequence[int]
     max_tokens: int
-    sent_s: float = 0.0
+    sent_at: float = 0.0
     tokens: list[str] = field(default_factory=list)
-    arrivals_s: list[float] = field(default_factory=list)
+    arrived_at: list[float] = field(default_factory=list)
     error: str = ""
     is_ended: bool = False
     _rest: bytes = b""
@@ -42,19 +42,19 @@ class TokenStream:
     @property
     def ttft_s(self) -> float:
         """Infinite if no token came."""
-        return self.arrivals_s[0] - self.sent_s if self.arrivals_s else math.inf
+        return self.arrived_at[0] - self.sent_at if self.arrived_at else math.inf
 
-    def longest_gap_s(self, after_s: float) -> float:
-        """The longest time without a token that ended after `after_s`; 0 if no token came after that."""
-        return max((end - start for start, end in pairwise(self.arrivals_s) if end > after_s), default=0.0)
+    def longest_gap_s(self, after: float) -> float:
+        """The longest time without a token that ended after `after`; 0 if no token came after that."""
+        return max((end - start for start, end in pairwise(self.arrived_at) if end > after), default=0.0)
 
-    def gaps_s(self, until_s: float) -> list[float]:
-        """Between tokens that came before `until_s`."""
-        return [end - start for start, end in pairwise(self.arrivals_s) if end <= until_s]
+    def gaps_s(self, until: float) -> list[float]:
+        """Between tokens that came before `until`."""
+        return [end - start for start, end in pairwise(self.arrived_at) if end <= until]
 
     async def run(self, endpoint: Endpoint, model: str, cache_salt: str, timeout_s: float) -> None:
         """Greedy, to exactly `max_tokens`. Nothing cached under another salt is used. A failure is in `error`, not raised."""
-        self.sent_s = time.perf_counter()
+        self.sent_at = time.perf_counter()
         try:
             async with asyncio.timeout(timeout_s):
                 await exchange(endpoint, "POST", "/v1/completions", self._body(model, cache_salt), self._feed)
@@ -80,20 +80,20 @@ class TokenStream:
         return orjson.dumps(work | greedy)
 
     def _feed(self, data: bytes) -> None:
-        now_s = time.perf_counter()
+        now = time.perf_counter()
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(_DATA) and (payload := line[len(_DATA) :].strip()) != _DONE:
-                self._read(orjson.loads(payload), now_s)
+                self._read(orjson.loads(payload), now)
         self._news.set()
 
-    def _read(self, event: dict[str, Any], now_s: float) -> None:
+    def _read(self, event: dict[str, Any], now: float) -> None:
         if event.get("error"):
             self.error = error_message(event)
         for choice in event.get("choices") or ():
             tokens = choice["logprobs"]["tokens"]
             self.tokens += tokens
-            self.arrivals_s += [now_s] * len(tokens)
+            self.arrived_at += [now] * len(tokens)
 
 
 @dataclass(frozen=True, slots=True)

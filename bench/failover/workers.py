@@ -68,9 +68,9 @@ class Workers:
         if boot_id is None or pid is None:
             raise WorkerLost(f"{worker_id} is to be killed, and is not there")
         self._killed.add(boot_id)
-        killed_s = time.perf_counter()
+        killed_at = time.perf_counter()
         os.kill(pid, signal.SIGKILL)
-        return killed_s
+        return killed_at
 
     def _alive(self) -> list[WorkerInfo]:
         return [worker for worker in self._watcher.workers.values() if worker.boot_id not in self._killed]

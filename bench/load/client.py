@@ -1,8 +1,8 @@
 """A client of /v1/completions that stamps every chunk as it arrives.
 
 prompt ids ─> POST ─> event, event, … ─> [DONE]
-               │        └─ one stamp each ──> Completion.arrivals_s
-               └─ Completion.sent_s, before the connection is made
+               │        └─ one stamp each ──> Completion.arrived_at
+               └─ Completion.sent_at, before the connection is made
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ class Completion:
 
     num_prompt_tokens: int
     max_tokens: int
-    sent_s: float = 0.0
-    arrivals_s: list[float] = field(default_factory=list)  # of each chunk that shows output
+    sent_at: float = 0.0
+    arrived_at: list[float] = field(default_factory=list)  # of each chunk that shows output
     num_reported_tokens: int | None = None  # the server's own count, if it gave one
     error: str = ""
 
     @property
     def num_output_tokens(self) -> int:
         """A chunk may hold several tokens, so the server's count goes first."""
-        return len(self.arrivals_s) if self.num_reported_tokens is None else self.num_reported_tokens
+        return len(self.arrived_at) if self.num_reported_tokens is None else self.num_reported_tokens
 
     @property
     def is_good(self) -> bool:
-        return not self.error and bool(self.arrivals_s)
+        return not self.error and bool(self.arrived_at)
 
     @property
     def ttft_s(self) -> float:
-        return self.arrivals_s[0] - self.sent_s
+        return self.arrived_at[0] - self.sent_at
 
     @property
     def gaps_s(self) -> list[float]:
         """Between a chunk and the next, one fewer than chunks."""
-        return [after - before for before, after in pairwise(self.arrivals_s)]
+        return [after - before for before, after in pairwise(self.arrived_at)]
 
 
 class Observer:
@@ -91,7 +91,7 @@ class Client:
                 on_chunk(completion)
 
         reader = _EventReader(completion, note)
-        completion.sent_s = time.perf_counter()
+        completion.sent_at = time.perf_counter()
         try:
             async with asyncio.timeout(self._timeout_s):
                 await exchange(self._endpoint, "POST", "/v1/completions", body, reader.feed)
@@ -113,13 +113,13 @@ class _EventReader:
         self._rest = b""
 
     def feed(self, data: bytes) -> None:
-        now_s = time.perf_counter()
+        now = time.perf_counter()
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(_DATA) and (payload := line[len(_DATA) :].strip()) != _DONE:
-                self._read(orjson.loads(payload), now_s)
+                self._read(orjson.loads(payload), now)
 
-    def _read(self, event: dict[str, Any], now_s: float) -> None:
+    def _read(self, event: dict[str, Any], now: float) -> None:
         completion = self._completion
         if event.get("error"):
             completion.error = error_message(event)
@@ -127,7 +127,7 @@ class _EventReader:
             completion.num_reported_tokens = usage["completion_tokens"]
         for choice in event.get("choices") or ():
             if choice.get("text") or not choice.get("finish_reason"):  # the last one may hold a reason only
-                completion.arrivals_s.append(now_s)
+                completion.arrived_at.append(now)
                 self._on_chunk(completion)
 
 
@@ -157,7 +157,7 @@ def _body(model: str, prompt: Sequence[int], max_tokens: int) -> bytes:
 
 def _shortfall(completion: Completion) -> str:
     """Fewer tokens than asked for are less work, and would make an engine look fast."""
-    if not completion.arrivals_s:
+    if not completion.arrived_at:
         return "the answer held no output"
     if completion.num_reported_tokens is not None and completion.num_reported_tokens < completion.max_tokens:
         return f"{completion.num_reported_tokens} tokens came of {completion.max_tokens}; the server must support ignore_eos"

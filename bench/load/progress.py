@@ -21,7 +21,7 @@ class Progress(Observer):
         self._prefix = prefix
         self._title = ""
         self._num_requests = self._num_done = self._num_chunks = 0
-        self._began_s = self._drawn_s = 0.0
+        self._began_at = self._drawn_at = 0.0
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -31,16 +31,16 @@ class Progress(Observer):
     def begin(self, title: str, num_requests: int) -> None:
         self._title, self._num_requests = title, num_requests
         self._num_done = self._num_chunks = 0
-        self._began_s = time.perf_counter()
+        self._began_at = time.perf_counter()
         if self._is_terminal:
-            self._draw(self._began_s)
+            self._draw(self._began_at)
         else:
             self.say(title)
 
     def chunk(self, completion: Completion) -> None:
         self._num_chunks += 1
-        if self._is_terminal and (now_s := time.perf_counter()) - self._drawn_s >= _REDRAW_S:
-            self._draw(now_s)
+        if self._is_terminal and (now := time.perf_counter()) - self._drawn_at >= _REDRAW_S:
+            self._draw(now)
 
     def ended(self, completion: Completion) -> None:
         self._num_done += 1
@@ -50,10 +50,10 @@ class Progress(Observer):
             self._stream.write(_CLEAR_LINE)
             self._stream.flush()
 
-    def _draw(self, now_s: float) -> None:
-        self._drawn_s = now_s
+    def _draw(self, now: float) -> None:
+        self._drawn_at = now
         num_filled = min(_BAR_WIDTH, _BAR_WIDTH * self._num_done // max(1, self._num_requests))
         bar = "#" * num_filled + "-" * (_BAR_WIDTH - num_filled)
         counts = f"{self._num_done}/{self._num_requests} requests, {self._num_chunks:,} chunks"
-        self._stream.write(f"{_CLEAR_LINE}{self._prefix}{self._title:<14} [{bar}] {counts}, {now_s - self._began_s:.0f} s")
+        self._stream.write(f"{_CLEAR_LINE}{self._prefix}{self._title:<14} [{bar}] {counts}, {now - self._began_at:.0f} s")
         self._stream.flush()

@@ -126,21 +126,21 @@ async def at_once(client: Client, prompts: PromptSource, lengths: Sequence[Lengt
     async def stream() -> list[Completion]:
         return [await client.complete(prompt, max_tokens) for prompt, max_tokens in remaining]
 
-    started_s = time.perf_counter()
+    started_at = time.perf_counter()
     streams = await asyncio.gather(*(stream() for _ in range(concurrency)))
-    return Run([one for completions in streams for one in completions], time.perf_counter() - started_s)
+    return Run([one for completions in streams for one in completions], time.perf_counter() - started_at)
 
 
 async def arriving(client: Client, prompts: PromptSource, arrivals_s: Sequence[float]) -> Run:
     """A request at each of these times since the start, whether or not earlier ones have ended."""
     asked = [(prompts.cut(one.prompt), one.output) for one in mixed_lengths(len(arrivals_s))]
-    started_s = time.perf_counter()
+    started_at = time.perf_counter()
     tasks = []
     for due_s, (prompt, max_tokens) in zip(arrivals_s, asked, strict=True):
-        await asyncio.sleep(max(0.0, started_s + due_s - time.perf_counter()))
+        await asyncio.sleep(max(0.0, started_at + due_s - time.perf_counter()))
         tasks.append(asyncio.create_task(client.complete(prompt, max_tokens)))
     completions = await asyncio.gather(*tasks)
-    return Run(completions, time.perf_counter() - started_s)
+    return Run(completions, time.perf_counter() - started_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +155,9 @@ class Prefix:
     async def run(self, client: Client, prompts: PromptSource) -> Run:
         shared = prompts.cut(self.prefix_tokens)
         asked = [shared + prompts.cut(self.question_tokens) for _ in range(self.num_requests)]
-        started_s = time.perf_counter()
+        started_at = time.perf_counter()
         completions = [await client.complete(prompt, self.output_tokens) for prompt in asked]
-        return Run(completions, time.perf_counter() - started_s, _prefix_values(completions))
+        return Run(completions, time.perf_counter() - started_at, _prefix_values(completions))
 
 
 def _prefix_values(completions: Sequence[Completion]) -> dict[Measure, float]:
@@ -185,23 +185,23 @@ class Pause:
     afterwards_s: float = 1.0
 
     async def run(self, client: Client, prompts: PromptSource) -> Run:
-        started_s = time.perf_counter()
+        started_at = time.perf_counter()
         streams = [Completion(self.stream.prompt, self.stream.output) for _ in range(self.num_streams)]
         long = Completion(self.long_prompt_tokens, self.long_output_tokens)
         settled = _Settled(self.num_streams, self.num_settling_chunks)
         tasks = [asyncio.create_task(client.run(one, prompts.cut(one.num_prompt_tokens), settled.note)) for one in streams]
         disturbing = asyncio.create_task(self._disturb(client, prompts, settled.event, long))
         await asyncio.wait((disturbing, *tasks), return_when=asyncio.FIRST_COMPLETED)
-        if long.arrivals_s:  # what is left lasts a moment, and a stream that ends in it does no harm
+        if long.arrived_at:  # what is left lasts a moment, and a stream that ends in it does no harm
             await disturbing
         for task in (disturbing, *tasks):
             task.cancel()
         await asyncio.gather(disturbing, *tasks, return_exceptions=True)
         if disturbing.cancelled():
             _explain([*streams, long])
-            return Run(streams, time.perf_counter() - started_s, companions=[long])
+            return Run(streams, time.perf_counter() - started_at, companions=[long])
         values = _pause_values(streams, long, *disturbing.result())
-        return Run(streams, time.perf_counter() - started_s, values, companions=[long])
+        return Run(streams, time.perf_counter() - started_at, values, companions=[long])
 
     async def _disturb(
         self, client: Client, prompts: PromptSource, settled: asyncio.Event, long: Completion
@@ -209,12 +209,12 @@ class Pause:
         """When the undisturbed time began and ended."""
         prompt = prompts.cut(long.num_prompt_tokens)
         await settled.wait()
-        settled_s = time.perf_counter()
+        settled_at = time.perf_counter()
         await asyncio.sleep(self.undisturbed_s)
-        arrived_s = time.perf_counter()
+        arrived_at = time.perf_counter()
         await client.run(long, prompt)
         await asyncio.sleep(self.afterwards_s)
-        return settled_s, arrived_s
+        return settled_at, arrived_at
 
 
 class _Settled:
@@ -226,7 +226,7 @@ class _Settled:
         self._num_chunks = num_chunks
 
     def note(self, completion: Completion) -> None:
-        if len(completion.arrivals_s) == self._num_chunks:
+        if len(completion.arrived_at) == self._num_chunks:
             self._num_left -= 1
             if self._num_left == 0:
                 self.event.set()
@@ -239,13 +239,13 @@ def _explain(completions: Sequence[Completion]) -> None:
         completion.error = completion.error or cause
 
 
-def _pause_values(streams: Sequence[Completion], long: Completion, settled_s: float, arrived_s: float) -> dict[Measure, float]:
+def _pause_values(streams: Sequence[Completion], long: Completion, settled_at: float, arrived_at: float) -> dict[Measure, float]:
     if not all(completion.is_good for completion in (*streams, long)):
         return {}
-    first_s = long.arrivals_s[0]
-    gaps = [pair for one in streams for pair in pairwise(one.arrivals_s)]
-    before_s = [end - start for start, end in gaps if start >= settled_s and end <= arrived_s]
-    during_s = [end - start for start, end in gaps if end > arrived_s and start < first_s]
+    first_at = long.arrived_at[0]
+    gaps = [pair for one in streams for pair in pairwise(one.arrived_at)]
+    before_s = [end - start for start, end in gaps if start >= settled_at and end <= arrived_at]
+    during_s = [end - start for start, end in gaps if end > arrived_at and start < first_at]
     if not before_s or not during_s:
         return {LONG_TTFT: long.ttft_s}
     before_p99_s, worst_s = percentile(before_s, 99), max(during_s)

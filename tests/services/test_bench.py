@@ -222,10 +222,10 @@ async def test_concurrency_bounds_the_requests_at_once():
 async def test_each_chunk_is_stamped_when_it_arrives():
     async with serving(step_s=0.02) as fake:
         completion = await client_of(fake).complete(TEXT[:10], 6)
-    assert len(completion.arrivals_s) == completion.num_output_tokens == 6
+    assert len(completion.arrived_at) == completion.num_output_tokens == 6
     assert completion.ttft_s >= 0.019
     assert completion.ttft_s + sum(completion.gaps_s) >= 6 * 0.019
-    assert completion.arrivals_s == sorted(set(completion.arrivals_s))
+    assert completion.arrived_at == sorted(set(completion.arrived_at))
 
 
 @pytest.mark.parametrize(

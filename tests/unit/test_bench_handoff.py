@@ -90,11 +90,11 @@ def test_every_token_that_differs_is_counted(expected: str, got: str, difference
 
 
 def test_the_longest_gap_counts_from_the_last_token_before_the_kill():
-    stream = TokenStream([1], 5, arrivals_s=[1.0, 3.0, 3.1, 5.1, 5.2])
-    assert stream.longest_gap_s(after_s=3.2) == pytest.approx(2.0)
-    assert stream.longest_gap_s(after_s=5.15) == pytest.approx(0.1)
-    assert stream.longest_gap_s(after_s=6.0) == 0.0
-    assert stream.gaps_s(until_s=3.2) == pytest.approx([2.0, 0.1])
+    stream = TokenStream([1], 5, arrived_at=[1.0, 3.0, 3.1, 5.1, 5.2])
+    assert stream.longest_gap_s(after=3.2) == pytest.approx(2.0)
+    assert stream.longest_gap_s(after=5.15) == pytest.approx(0.1)
+    assert stream.longest_gap_s(after=6.0) == 0.0
+    assert stream.gaps_s(until=3.2) == pytest.approx([2.0, 0.1])
 
 
 @asynccontextmanager
@@ -124,8 +124,8 @@ async def test_a_stream_knows_its_tokens_however_they_are_packed():
     async with server([body[:20], body[20:50], body[50:]]) as endpoint:
         await stream.run(endpoint, "m", "salt", timeout_s=10.0)
     assert (stream.tokens, stream.error) == (["a", "b", "c"], "")
-    assert len(stream.arrivals_s) == 3
-    assert stream.sent_s < stream.arrivals_s[0] <= stream.arrivals_s[1] == stream.arrivals_s[2]
+    assert len(stream.arrived_at) == 3
+    assert stream.sent_at < stream.arrived_at[0] <= stream.arrived_at[1] == stream.arrived_at[2]
     await stream.until(3)
     with pytest.raises(StreamEnded, match="after 3 tokens"):
         await stream.until(4)

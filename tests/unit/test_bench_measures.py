@@ -22,8 +22,8 @@ from bench.load.measures import (
 )
 
 
-def completion(sent_s: float, *arrivals_s: float, error: str = "", num_reported_tokens: int | None = None) -> Completion:
-    return Completion(8, 4, sent_s, list(arrivals_s), num_reported_tokens, error)
+def completion(sent_at: float, *arrived_at: float, error: str = "", num_reported_tokens: int | None = None) -> Completion:
+    return Completion(8, 4, sent_at, list(arrived_at), num_reported_tokens, error)
 
 
 def test_values_are_those_of_the_arrivals():

@@ -1,0 +1,1 @@
+"""HTTP servers around engines that bring none, each as thin as it can be, so that the engine is what is measured."""
