@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from services.router.dispatch.model_pool import ModelPool, model_pools
 from services.router.dispatch.placement import Placement, place
 from shared.base.block_hash import block_hashes, hash_seed
-from shared.base.errors import Unavailable
+from shared.base.errors import InvalidRequest, Unavailable
 from shared.base.request import Request
 from shared.base.worker_info import BootId, Role, WorkerId, WorkerInfo
 from shared.index.prefix_index import PrefixLookup
@@ -52,14 +53,36 @@ class Fleet:
         await self._changed.wait()
 
     def live(self) -> list[WorkerInfo]:
+        """All that take requests, of all models."""
         return [w for w in self._watcher.workers.values() if not w.draining]
+
+    def models(self) -> Mapping[str, ModelPool]:
+        """By served name, what can be served now."""
+        return model_pools(self.live())
 
     def channel(self, worker: WorkerInfo) -> Any:
         return self._channels.get(worker.address)
 
-    async def place(self, request: Request, exclude: Collection[BootId], among: Collection[WorkerInfo] | None = None) -> Placement:
-        """Where the request should run. `exclude` holds boot ids. Raises Unavailable."""
-        workers = self.live() if among is None else among
+    async def place(
+        self,
+        request: Request,
+        exclude: Collection[BootId] = (),
+        *,
+        digest: str | None = None,
+        decode: WorkerInfo | None = None,
+    ) -> Placement:
+        """Where the request should run: among the workers of its model. Raises Unavailable if none of them can serve it, and
+        InvalidRequest if it names no model and there are several.
+
+        exclude: starts of workers that must not be used
+        digest: of the weights that the request began with, which every worker that continues it must have
+        decode: the worker that must decode; only the prefill worker is chosen
+        """
+        workers = [w for w in self._workers_of(request.model) if digest is None or w.digest == digest]
+        if decode is not None:
+            workers = [w for w in workers if w.boot_id == decode.boot_id or (w.role is Role.PREFILL and w.digest == decode.digest)]
+        if not workers and digest is not None:
+            raise Unavailable("no worker with the weights that this request began with is registered")
         excluded = {w.worker_id for w in workers if w.boot_id in exclude}
         rested = [w for w in workers if not self._is_resting(w)]
         cached = await self._cached_blocks(request, workers)
@@ -71,6 +94,19 @@ class Fleet:
             if worker is not None:
                 self._sent[worker.worker_id] += 1
         return placement
+
+    def _workers_of(self, model: str) -> list[WorkerInfo]:
+        """A request without a model goes to the only one."""
+        live = self.live()
+        names = {w.model for w in live}
+        if model:
+            workers = [w for w in live if w.model == model]
+            if not workers:
+                raise Unavailable(f"no worker of model {model!r} is registered")
+            return workers
+        if len(names) > 1:
+            raise InvalidRequest(f"model is missing; it must be one of {', '.join(sorted(names))}", param="model")
+        return live
 
     def _place(
         self, request: Request, workers: Collection[WorkerInfo], cached: Mapping[WorkerId, int], excluded: Collection[WorkerId]

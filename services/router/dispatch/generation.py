@@ -254,9 +254,8 @@ class Generation:
             prefill = another
 
     async def _another_prefill(self, request: Request, decode: WorkerInfo, exclude: set[BootId]) -> WorkerInfo | None:
-        among = [w for w in self._fleet.live() if w.boot_id == decode.boot_id or not w.role.can_decode]
         try:
-            return (await self._fleet.place(request, exclude, among)).prefill
+            return (await self._fleet.place(request, exclude, digest=decode.digest, decode=decode)).prefill
         except Unavailable:  # the decode worker drains or is listed no more, though its stream may still be there
             return None
 
