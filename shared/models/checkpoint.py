@@ -7,7 +7,7 @@ model's own size and little more. A GGUF file goes through transformers, which u
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from shared.models.locate import ModelFiles
 
 _MAX_NAMED = 5
 
-# In some old checkpoints; derived from the configuration.
-_IGNORED_SUFFIX = "rotary_emb.inv_freq"
+_BUFFERS = "rotary_emb."  # in some old checkpoints: tables that follow from the configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +28,10 @@ class Checkpoint:
     dtype: torch.dtype  # of its matrices
     read: Callable[[str], Tensor]
 
-    def check(self, expected: Mapping[str, tuple[int, ...]], optional: str) -> None:
-        """Raises ConfigError, naming tensors that are missing, unexpected or of the wrong shape. `optional` may be there."""
+    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises ConfigError, naming tensors that are missing, unexpected or of the wrong shape."""
         missing = [name for name in expected if name not in self.shapes]
-        unexpected = [
-            name for name in self.shapes if name not in expected and name != optional and not name.endswith(_IGNORED_SUFFIX)
-        ]
+        unexpected = [name for name in self.shapes if name not in expected and _BUFFERS not in name]
         misshapen = [
             f"{name} is {list(self.shapes[name])}, should be {list(shape)}"
             for name, shape in expected.items()
@@ -44,6 +41,13 @@ class Checkpoint:
         if any(problems.values()):
             text = "; ".join(f"{kind}: {_some(names)}" for kind, names in problems.items() if names)
             raise ConfigError(f"the weights do not fit the model's configuration: {text}")
+
+    def with_alias(self, name: str, stored_name: str) -> Checkpoint:
+        """The same with one tensor, if it is there, under a second name too."""
+        if stored_name not in self.shapes:
+            return self
+        shapes = {**self.shapes, name: self.shapes[stored_name]}
+        return replace(self, shapes=shapes, read=lambda wanted: self.read(stored_name if wanted == name else wanted))
 
 
 def open_checkpoint(files: ModelFiles) -> Checkpoint:

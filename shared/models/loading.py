@@ -45,14 +45,19 @@ def load_decoder(
     config: ModelConfig, checkpoint: Checkpoint, kernels: Kernels, dtype: torch.dtype, device: torch.device, max_model_len: int
 ) -> Decoder:
     """Raises ConfigError if the checkpoint does not fit the configuration."""
-    checkpoint.check(expected_shapes(config), optional=_HEAD)
+    is_tied = config.tied_embeddings and not (_EMBED in checkpoint.shapes and _HEAD in checkpoint.shapes)
+    if is_tied:  # one matrix, under either name
+        checkpoint = checkpoint.with_alias(_HEAD, _EMBED) if _EMBED in checkpoint.shapes else checkpoint.with_alias(_EMBED, _HEAD)
+    checkpoint.check(expected_shapes(config) | {_HEAD: (config.vocab_size, config.hidden_size)})
+    if config.tied_embeddings and not is_tied:  # stored twice: if they differ, as after training the head alone, both count
+        is_tied = torch.equal(checkpoint.read(_EMBED), checkpoint.read(_HEAD))
     loader = _Loader(config, checkpoint, kernels, dtype, device)
     embed = kernels.pack_linear(loader.tensor(_EMBED))
     weights = Weights(
         embed=embed,
         layers=tuple(loader.layer(f"model.layers.{i}.") for i in range(config.num_layers)),
         norm=loader.tensor(_NORM),
-        head=Linear(embed) if config.tied_embeddings else loader.linear(False, _HEAD.removesuffix(".weight")),
+        head=Linear(embed) if is_tied else loader.linear(False, _HEAD.removesuffix(".weight")),
         cos_sin=cos_sin_table(config.inv_freq, config.rope_scale, max_model_len, device),
     )
     return Decoder(config, weights, kernels)

@@ -8,15 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.base.errors import ConfigError
-
-# Left out: "longrope", whose frequencies change with a sequence's length, so that its cached keys would have to be rotated again.
-# "dynamic" does so too, but only past the model's own length, which no sequence here exceeds.
-_SCALINGS = ("linear", "dynamic", "yarn", "llama3")
-
 
 def inverse_frequencies(hf: Any) -> tuple[tuple[float, ...], float]:
-    """(R / 2 inverse frequencies, factor on cos and sin) of a transformers configuration, scaling included."""
+    """(R / 2 inverse frequencies, factor on cos and sin) of a transformers configuration, scaling
+    included. Its `rope_parameters` have passed `check_rope`."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope_type = hf.rope_parameters["rope_type"]
@@ -24,8 +19,6 @@ def inverse_frequencies(hf: Any) -> tuple[tuple[float, ...], float]:
         dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         return tuple((1.0 / hf.rope_parameters["rope_theta"] ** exponents).tolist()), 1.0
-    if rope_type not in _SCALINGS:
-        raise ConfigError(f"the model's rope_type is {rope_type!r}; supported are default, {', '.join(_SCALINGS)}")
     inv_freq, scale = ROPE_INIT_FUNCTIONS[rope_type](hf, torch.device("cpu"))
     return tuple(inv_freq.tolist()), float(scale)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
-def write_model(model: PreTrainedModel, file: Path) -> Path:
-    """A qwen2 model by the names that llama.cpp gives. Returns `file`."""
+def write_model(model: PreTrainedModel, file: Path, add: Callable[[gguf.GGUFWriter], object] = lambda writer: None) -> Path:
+    """A qwen2 model by the names that llama.cpp gives, with what `add` writes besides. Returns `file`."""
     config, names = model.config, gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, model.config.num_hidden_layers)
     writer = gguf.GGUFWriter(str(file), "qwen2")
     writer.add_block_count(config.num_hidden_layers)
@@ -32,6 +33,7 @@ def write_model(model: PreTrainedModel, file: Path) -> Path:
     writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     for name, tensor in model.state_dict().items():
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.numpy())
+    add(writer)
     return _finish(writer, file)
 
 

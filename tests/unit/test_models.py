@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from shared.base.errors import ConfigError
 from shared.engine.compute.batch import build_batch, known_token_ids
@@ -18,8 +18,6 @@ from shared.engine.compute.runner import ModelRunner
 from shared.engine.schedule.plan import Plan
 from shared.engine.schedule.sequence import Sequence
 from shared.models.checkpoint import open_checkpoint
-from shared.models.config import from_transformers, read_config
-from shared.models.digest import weights_digest
 from shared.models.dtype import choose_dtype, has_native_bfloat16
 from shared.models.locate import locate
 from tests.support.engine import KINDS, VOCAB_SIZE, make_sequence, make_tiny_model, schedule, tiny_runner
@@ -134,6 +132,80 @@ def test_the_weights_are_a_copy_so_that_changing_the_file_changes_nothing(tmp_pa
     torch.testing.assert_close(step_logits(runner, [(make_sequence(ids, 1, 2), 9)])[0], before, atol=0, rtol=0)
 
 
+def change_weights(file: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = {name: t.clone() for name, t in load_file(file).items()}
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def logits_of_both(folder: Path, num_tokens: int = 20) -> tuple[Tensor, Tensor]:
+    """Ours, and those of transformers with the same files."""
+    ids = random_ids(num_tokens, seed=8)
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+    return step_logits(tiny_runner(folder), [(make_sequence(ids, 1, 8), num_tokens)])[0], expected
+
+
+def test_a_head_stored_beside_the_embedding_that_it_is_said_to_share_counts(tmp_path: Path) -> None:
+    make_tiny_model("llama-tied", tmp_path)
+    ours, shared = logits_of_both(tmp_path)
+    torch.testing.assert_close(ours, shared, atol=1e-4, rtol=1e-4)
+
+    def store_an_equal_head(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    def train_the_head(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] *= -1.0
+
+    change_weights(tmp_path / "model.safetensors", store_an_equal_head)
+    torch.testing.assert_close(logits_of_both(tmp_path)[0], ours, atol=0, rtol=0)
+    change_weights(tmp_path / "model.safetensors", train_the_head)
+    trained, expected = logits_of_both(tmp_path)
+    torch.testing.assert_close(trained, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(trained, -ours, atol=1e-4, rtol=1e-4)
+
+
+def test_a_shared_matrix_may_be_stored_under_the_heads_name_alone(tmp_path: Path) -> None:
+    make_tiny_model("llama-tied", tmp_path)
+    before, _ = logits_of_both(tmp_path)
+    change_weights(
+        tmp_path / "model.safetensors", lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")})
+    )
+    after, expected = logits_of_both(tmp_path)
+    torch.testing.assert_close(after, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(after, before, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied"])
+def test_an_embedding_or_head_that_is_not_there_under_any_name_is_missing(kind: str, tmp_path: Path) -> None:
+    make_tiny_model(kind, tmp_path)
+    name = "lm_head.weight" if kind == "llama" else "model.embed_tokens.weight"
+    change_weights(tmp_path / "model.safetensors", lambda tensors: tensors.pop(name))
+    with pytest.raises(ConfigError, match=f"missing: .*{name}"):
+        tiny_runner(tmp_path)
+
+
+def test_tables_of_rotary_embeddings_in_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    make_tiny_model("llama", tmp_path)
+    before, _ = logits_of_both(tmp_path)
+    buffers = {
+        f"model.layers.{i}.self_attn.rotary_emb.{name}": torch.zeros(4) for i in range(3) for name in ("inv_freq", "cos_cached")
+    }
+    buffers["model.rotary_emb.inv_freq"] = torch.zeros(4)
+    change_weights(tmp_path / "model.safetensors", lambda tensors: tensors.update(buffers))
+    torch.testing.assert_close(logits_of_both(tmp_path)[0], before, atol=0, rtol=0)
+
+
+def test_a_window_that_another_model_left_in_a_llamas_configuration_is_ignored_as_in_transformers(tmp_path: Path) -> None:
+    make_tiny_model("llama", tmp_path)
+    before, _ = logits_of_both(tmp_path, num_tokens=60)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 12}))
+    after, expected = logits_of_both(tmp_path, num_tokens=60)
+    torch.testing.assert_close(after, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(after, before, atol=0, rtol=0)
+
+
 def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     make_tiny_model("llama", tmp_path)
     file = tmp_path / "model.safetensors"
@@ -155,65 +227,6 @@ def test_a_damaged_file_is_an_operators_error_that_names_it(tmp_path: Path) -> N
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(ConfigError, match=r"model.safetensors cannot be read"):
         open_checkpoint(locate(str(tmp_path)))
-
-
-def test_an_unsupported_architecture_is_named_with_what_is_supported(tmp_path: Path) -> None:
-    GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, Mistral"):
-        read_config(tmp_path)
-
-
-def test_an_architecture_that_transformers_does_not_know_is_an_operators_error(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of", "architectures": ["UnheardOf"]}))
-    with pytest.raises(ConfigError, match="unheard-of"):
-        read_config(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        (
-            {
-                "rope_parameters": {
-                    "rope_type": "longrope",
-                    "rope_theta": 1e4,
-                    "factor": 2.0,
-                    "long_factor": [1.0] * 64,
-                    "short_factor": [1.0] * 64,
-                    "original_max_position_embeddings": 64,
-                }
-            },
-            "rope_type is 'longrope'",
-        ),
-    ],
-)
-def test_an_unsupported_feature_is_named(options: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        from_transformers(LlamaConfig(architectures=["LlamaForCausalLM"], **options))
-
-
-def test_yarn_stretches_the_longest_sequence_and_windows_are_per_layer(tmp_path: Path) -> None:
-    make_tiny_model("yarn", tmp_path / "yarn")
-    assert read_config(tmp_path / "yarn").max_position == 256
-    make_tiny_model("qwen2-window", tmp_path / "window")
-    assert read_config(tmp_path / "window").windows == (0, 12, 12)
-
-
-def test_the_digest_is_that_of_the_files_and_changes_with_configuration_and_weights(tmp_path: Path) -> None:
-    make_tiny_model("llama", tmp_path / "a")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    digest = weights_digest(locate(str(tmp_path / "a")))
-    assert len(digest) == 32
-    assert weights_digest(locate(str(tmp_path / "b"))) == digest
-    weights = bytearray((tmp_path / "b" / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (tmp_path / "b" / "model.safetensors").write_bytes(weights)
-    assert weights_digest(locate(str(tmp_path / "b"))) != digest
-    config = (tmp_path / "a" / "config.json").read_text()
-    (tmp_path / "a" / "config.json").write_text(config.replace("10000", "10001"))
-    assert weights_digest(locate(str(tmp_path / "a"))) != digest
 
 
 def test_auto_dtype_is_the_checkpoints_on_a_gpu_and_one_that_is_fast_on_a_cpu(

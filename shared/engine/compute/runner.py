@@ -106,7 +106,7 @@ def load_runner(config: WorkerConfig, role: Role) -> ModelRunner:
     if device.type == "cpu":  # for this thread, and for those that compute for the first time after it: the engine's
         torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
     files = locate(config.model, config.revision)
-    model_config = read_config(files.folder, files.gguf_file)
+    model_config = read_config(files)
     max_model_len = sizing.choose_max_model_len(config.max_model_len, model_config.max_position)
     num_weights = sum(prod(shape) for shape in expected_shapes(model_config).values())
     if files.gguf_file:  # unpacked as a whole, on the host
