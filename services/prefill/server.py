@@ -17,7 +17,6 @@ from services.prefill.shipment import Shipment
 from shared.base.address import Address
 from shared.base.errors import InvalidRequest, Unavailable
 from shared.engine.engine import Engine
-from shared.engine.schedule.plan import Event
 from shared.rpc import control_pb2, control_pb2_grpc
 from shared.transfer.handoff.links import Links
 from shared.transfer.handoff.sender import Sender
@@ -29,7 +28,7 @@ from shared.worker.worker import Worker
 
 
 class PrefillService(control_pb2_grpc.PrefillServicer):
-    def __init__(self, worker: Worker, engine: Engine, streams: Streams[Event], channels: Channels, links: Links) -> None:
+    def __init__(self, worker: Worker, engine: Engine, streams: Streams, channels: Channels, links: Links) -> None:
         self._worker = worker
         self._engine = engine
         self._streams = streams
@@ -47,10 +46,10 @@ class PrefillService(control_pb2_grpc.PrefillServicer):
         shards = [HeadShard(worker.pool)]
         timeout_s = worker.config.transfer_timeout_s
         sender = Sender(self._links, channel, message.destination, worker.geometry, shards, timeout_s)
-        events = self._streams.open(request.request_id)
+        mailbox = self._streams.open(request.request_id)
         try:
             sequence = self._engine.submit(request, hold=True)
-            reply = await Shipment(sequence, sender, worker.geometry).run(events)
+            reply = await Shipment(sequence, sender, worker.geometry).run(mailbox)
             self._engine.release(request.request_id)
             return reply
         except BaseException as error:

@@ -20,6 +20,7 @@ from shared.engine.schedule.sequence import Sequence
 from shared.rpc import control_pb2
 from shared.transfer.handoff import metrics
 from shared.transfer.handoff.sender import Sender
+from shared.worker.streams import Mailbox
 
 _LEAST_EARLY_BYTES = 1024 * 1024  # some layers that are less than this are not worth a message while the others are computed
 
@@ -65,9 +66,9 @@ class Shipment:
         self._failure: TwostrokeError | None = None
         self._news = asyncio.Event()
 
-    async def run(self, events: asyncio.Queue[Event]) -> control_pb2.PrefillReply:
+    async def run(self, mailbox: Mailbox) -> control_pb2.PrefillReply:
         arrived_s = time.monotonic()
-        reading = asyncio.create_task(self._read(events))
+        reading = asyncio.create_task(self._read(mailbox))
         try:
             await self._wait_for_news()  # the first chunk starts
             started_s = time.monotonic()
@@ -95,20 +96,23 @@ class Shipment:
     def _is_computed(self) -> bool:
         return len(self._first_tokens) == self._sequence.request.sampling.n
 
-    async def _read(self, events: asyncio.Queue[Event]) -> None:
+    async def _read(self, mailbox: Mailbox) -> None:
         """Notes things also while blocks are being pushed: else the time that takes would count as the prompt's computation."""
         while not self._is_computed and self._failure is None:
-            event = await events.get()
-            if isinstance(event, Failure):
-                self._failure = event.error
-            elif isinstance(event, Output):
-                self._first_tokens[event.choice] = event.tokens[0]
-                self._computed_s = time.monotonic()
-            elif event.num_layers is None:
-                self._complete = event.num_computed_tokens
-            else:
-                self._partial = event
+            for event in await mailbox.take():
+                self._note(event)
             self._news.set()
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Failure):
+            self._failure = event.error
+        elif isinstance(event, Output):
+            self._first_tokens[event.choice] = event.tokens[0]
+            self._computed_s = time.monotonic()
+        elif event.num_layers is None:
+            self._complete = event.num_computed_tokens
+        else:
+            self._partial = event
 
     async def _wait_for_news(self) -> None:
         await self._news.wait()

@@ -26,8 +26,8 @@ class GenerateReply(_message.Message):
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
-    tokens: Tokens
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ...) -> None: ...
+    tokens: _containers.RepeatedCompositeFieldContainer[Tokens]
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("boot_id",)
@@ -46,6 +46,18 @@ class Tokens(_message.Message):
     finish_reason: _sequence_pb2.FinishReason
     num_cached_tokens: int
     def __init__(self, choice: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[_sequence_pb2.Token, _Mapping]]] = ..., finish_reason: _Optional[_Union[_sequence_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+
+class StopChoiceRequest(_message.Message):
+    __slots__ = ("request_id", "choice")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    choice: int
+    def __init__(self, request_id: _Optional[str] = ..., choice: _Optional[int] = ...) -> None: ...
+
+class StopChoiceReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("sequence", "destination")

@@ -39,6 +39,11 @@ class DecodeStub:
                 request_serializer=shared_dot_rpc_dot_control__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=shared_dot_rpc_dot_control__pb2.GenerateReply.FromString,
                 _registered_method=True)
+        self.StopChoice = channel.unary_unary(
+                '/twostroke.v1.Decode/StopChoice',
+                request_serializer=shared_dot_rpc_dot_control__pb2.StopChoiceRequest.SerializeToString,
+                response_deserializer=shared_dot_rpc_dot_control__pb2.StopChoiceReply.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer:
@@ -52,6 +57,14 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StopChoice(self, request, context):
+        """Ends one output of a request, because nobody will read more of it; the others go on. Idempotent, also for requests and
+        outputs that have ended or were never heard of.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +72,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=shared_dot_rpc_dot_control__pb2.GenerateRequest.FromString,
                     response_serializer=shared_dot_rpc_dot_control__pb2.GenerateReply.SerializeToString,
+            ),
+            'StopChoice': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopChoice,
+                    request_deserializer=shared_dot_rpc_dot_control__pb2.StopChoiceRequest.FromString,
+                    response_serializer=shared_dot_rpc_dot_control__pb2.StopChoiceReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +106,33 @@ class Decode:
             '/twostroke.v1.Decode/Generate',
             shared_dot_rpc_dot_control__pb2.GenerateRequest.SerializeToString,
             shared_dot_rpc_dot_control__pb2.GenerateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopChoice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.v1.Decode/StopChoice',
+            shared_dot_rpc_dot_control__pb2.StopChoiceRequest.SerializeToString,
+            shared_dot_rpc_dot_control__pb2.StopChoiceReply.FromString,
             options,
             channel_credentials,
             insecure,

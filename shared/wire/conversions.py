@@ -86,14 +86,12 @@ def token_from_wire(m: sequence_pb2.Token) -> Token:
     )
 
 
-def output_to_wire(o: Output) -> control_pb2.GenerateReply:
-    return control_pb2.GenerateReply(
-        tokens=control_pb2.Tokens(
-            choice=o.choice,
-            tokens=[token_to_wire(t) for t in o.tokens],
-            finish_reason=_TO_REASON[o.finish_reason],
-            num_cached_tokens=o.num_cached_tokens,
-        )
+def output_to_wire(o: Output) -> control_pb2.Tokens:
+    return control_pb2.Tokens(
+        choice=o.choice,
+        tokens=[token_to_wire(t) for t in o.tokens],
+        finish_reason=_TO_REASON[o.finish_reason],
+        num_cached_tokens=o.num_cached_tokens,
     )
 
 

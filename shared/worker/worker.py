@@ -25,7 +25,6 @@ from shared.engine.compute.runner import ModelRunner, load_runner
 from shared.engine.engine import Engine
 from shared.engine.memory import sizing
 from shared.engine.schedule.blocks import BlockManager
-from shared.engine.schedule.plan import Event
 from shared.engine.schedule.scheduler import Scheduler
 from shared.engine.threads import compute_on_one_core, in_own_thread
 from shared.index.keys import Keys
@@ -67,7 +66,7 @@ class Worker:
         self.geometry = runner.pool.geometry
         self.is_draining = False
         self.channels = Channels(config)
-        self.streams: Streams[Event] = Streams(asyncio.get_running_loop())
+        self.streams = Streams(asyncio.get_running_loop())
         self.engine = Engine(runner, _scheduler(config, role, runner), self.streams.post)
         self.transports: tuple[str, ...] = ()  # by which this worker sends or takes blocks
         self._runner = runner

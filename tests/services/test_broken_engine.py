@@ -56,11 +56,11 @@ async def test_one_failed_step_ends_its_requests_and_three_in_a_row_the_process(
     worker.worker.engine.start()
     for count in range(3):
         asked = request(prompt_of(5))
-        events = worker.worker.streams.open(asked.request_id)
+        mailbox = worker.worker.streams.open(asked.request_id)
         assert not exits.happened.is_set(), f"after {count} failed steps"
         worker.worker.engine.submit(asked)
         if count < 2:
-            assert "step failed" in str((await events.get()).error)
+            assert "step failed" in str((await mailbox.take())[0].error)
     assert exits.happened.wait(10)
     assert exits.code
     worker.worker.engine.stop()

@@ -59,8 +59,8 @@ def test_a_request_comes_back(token_ids, data, sampling, salt):
 @given(st.lists(TOKENS, max_size=3).map(tuple), st.none() | st.sampled_from(FinishReason), st.integers(0, 127), st.integers(0, 999))
 def test_an_output_comes_back(tokens, reason, choice, num_cached_tokens):
     output = Output("r-1", choice, tokens, reason, num_cached_tokens)
-    message = control_pb2.GenerateReply.FromString(wire.output_to_wire(output).SerializeToString())
-    assert wire.output_from_wire("r-1", message.tokens) == output
+    message = control_pb2.Tokens.FromString(wire.output_to_wire(output).SerializeToString())
+    assert wire.output_from_wire("r-1", message) == output
 
 
 def test_no_logprobs_and_zero_logprobs_are_different_wishes():

@@ -205,7 +205,8 @@ class Generation:
             else:
                 reply = await _read(call, decode)
             while True:
-                self._emit(reply.tokens, choices, decode)
+                for tokens in reply.tokens:
+                    self._emit(tokens, choices, decode)
                 if all(c.is_finished for c in choices):
                     self._fleet.succeeded(decode)
                     return
