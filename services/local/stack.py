@@ -18,10 +18,11 @@ from pathlib import Path
 
 from services.local.child import ChildSpec
 from services.local.config import UpConfig
-from services.local.placement import Placement, place, usable_cpus, usable_gpus
+from services.local.placement import Placement, place, usable_gpus
 from services.local.valkey import READY_TEXT, ValkeyAddress, valkey_command
 from shared.options.config import to_environ
 from shared.options.peers import PeerConfig
+from shared.process.cpus import num_usable_cpus, usable_cpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Stack:
         names = [f"prefill-{i}" for i in range(config.num_prefill)]
         names += [f"decode-{i}" for i in range(config.num_decode)]
         names += [f"colocated-{i}" for i in range(config.colocated)]
-        places = place(len(names), usable_cpus(), usable_gpus(config.device, self.environ))
+        places = place(len(names), usable_cpus(), num_usable_cpus(), usable_gpus(config.device, self.environ))
         return [self._worker(name, index, at) for index, (name, at) in enumerate(zip(names, places, strict=True))]
 
     def router(self) -> ChildSpec:
@@ -68,7 +69,7 @@ class Stack:
         worker = config.worker(
             worker_id=name,
             redis_url=self.redis_url,
-            num_threads=config.num_threads or len(at.cpus) or None,
+            num_threads=config.num_threads or at.num_threads,
             gpu_memory_utilization=config.gpu_memory_utilization / at.num_on_gpu,
             metrics_port=None if config.metrics_port is None else config.metrics_port + index,
         )

@@ -33,7 +33,9 @@ class WorkerConfig(PeerConfig):
     kv_cache_memory: int | None = option(None, "KV pool on a CPU, such as 4GiB; default: a share of free memory", parse=size_bytes)
     num_blocks: int | None = option(None, "KV blocks; overrides what memory would allow")
     enable_prefix_caching: bool = option(True, "reuse KV blocks of earlier requests with the same prefix")
-    num_threads: int | None = option(None, "compute threads on a CPU; default: the cores this process may use")
+    num_threads: int | None = option(
+        None, "compute threads on a CPU; default: the cores this process may use, or what a container's CPU quota is worth"
+    )
     host: str = option("127.0.0.1", "address to listen on, IPv4 or IPv6; 0.0.0.0 or ::, all of this machine's")
     port: int = option(0, "gRPC port; 0 picks a free one")
     advertise: str = option(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from services.local.child import ChildSpec
-from services.local.placement import Placement, place, usable_gpus
+from services.local.placement import place, usable_gpus
 from services.local.supervisor import ChildFailed, Policy, Supervisor, describe_exit
 from shared.base.errors import ConfigError
 
@@ -192,21 +192,25 @@ def test_an_exit_is_described_in_words(code, words):
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "cpus", "shares"),
+    ("num_workers", "cpus", "num_usable", "shares"),
     [
-        (2, (0, 1), [(0,), (1,)]),
-        (2, (0, 1, 2, 3, 4), [(0, 1, 2), (3, 4)]),
-        (3, (4, 6), [(4,), (6,), (4,)]),
-        (1, (0, 1), [(0, 1)]),
-        (2, (), [(), ()]),
+        (2, (0, 1), 2, [((0,), 1), ((1,), 1)]),
+        (2, (0, 1, 2, 3, 4), 5, [((0, 1, 2), 3), ((3, 4), 2)]),
+        (3, (4, 6), 2, [((4,), 1), ((6,), 1), ((4,), 1)]),
+        (1, (0, 1), 2, [((0, 1), 2)]),
+        (2, (), 2, [((), None), ((), None)]),
+        (2, (0, 1, 2, 3, 4, 5), 3, [((0, 1, 2), 2), ((3, 4, 5), 1)]),  # a container with a quota
+        (2, (0, 1, 2, 3), 1, [((0, 1), 1), ((2, 3), 1)]),
     ],
 )
-def test_workers_share_out_the_cores(num_workers, cpus, shares):
-    assert [place.cpus for place in place(num_workers, cpus, ())] == shares
+def test_workers_share_out_the_cores_and_what_a_quota_allows_of_them(num_workers, cpus, num_usable, shares):
+    assert [(at.cpus, at.num_threads) for at in place(num_workers, cpus, num_usable, ())] == shares
 
 
 def test_workers_take_turns_on_gpus_and_know_how_many_share_one():
-    assert place(3, (0, 1), ("0", "1")) == [Placement((), "0", 2), Placement((), "1", 1), Placement((), "0", 2)]
+    places = place(3, (0, 1), 2, ("0", "1"))
+    assert [(at.gpu, at.num_on_gpu) for at in places] == [("0", 2), ("1", 1), ("0", 2)]
+    assert {(at.cpus, at.num_threads) for at in places} == {((), None)}
 
 
 def test_gpus_are_those_the_environment_shows_and_none_for_device_cpu():

@@ -10,7 +10,6 @@ pays for what happens once.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from math import prod
 
@@ -40,6 +39,7 @@ from shared.models.dtype import choose_dtype, choose_kv_dtype, name_of
 from shared.models.loading import expected_shapes, load_decoder
 from shared.models.locate import locate
 from shared.options.worker import WorkerConfig
+from shared.process.cpus import num_usable_cpus
 from shared.process.readiness import notify_progress
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def load_runner(config: WorkerConfig, role: Role) -> ModelRunner:
     """Raises ConfigError if the model, the machine and the options do not go together."""
     device = _choose_device(config.device)
     if device.type == "cpu":  # for this thread, and for those that compute for the first time after it: the engine's
-        torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(config.num_threads or num_usable_cpus())
     files = locate(config.model, config.revision)
     model_config = read_config(files)
     max_model_len = sizing.choose_max_model_len(config.max_model_len, model_config.max_position)

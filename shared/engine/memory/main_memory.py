@@ -6,6 +6,13 @@ import os
 import re
 from pathlib import Path
 
+from shared.process.cgroup import group_folders
+
+_FILES = {  # by version of cgroups: what holds the limit and the usage
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    2: ("memory.max", "memory.current"),
+}
+
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
     """The least of what the kernel calls available and of what each memory limit above this process leaves. `root` is where
@@ -23,25 +30,11 @@ def _machine_bytes(root: Path) -> int:
 
 
 def _container_bytes(root: Path) -> list[int]:
-    """Of version 2 (one tree) and version 1 (a tree per resource). Inside a container its own group is the root of what it sees."""
-    cgroups = root / "proc/self/cgroup"
-    if not cgroups.is_file():
-        return []
     rooms = []
-    for line in cgroups.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            folder, limit, usage = root / "sys/fs/cgroup", "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            folder, limit, usage = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        group = folder / path.lstrip("/")
-        for level in (group, *group.parents):
-            if (level / limit).is_file() and (level / usage).is_file():
-                rooms += _room_bytes(level / limit, level / usage, level / "memory.stat")
-            if level == folder:
-                break
+    for version, group in group_folders("memory", root):
+        limit, usage = _FILES[version]
+        if (group / limit).is_file() and (group / usage).is_file():
+            rooms += _room_bytes(group / limit, group / usage, group / "memory.stat")
     return rooms
 
 
