@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,15 +40,20 @@ from shared.process.listener import listen
 
 def main(argv: Sequence[str]) -> None:
     config = parse_config(UpConfig, argv, "twostroke up", os.environ)
-    started_s = time.monotonic()
+    started_at = time.monotonic()
     config = replace(config, port=_free_port(config.host, config.port))
-    config = replace(config, model=_model(config))
-    if not (config.cluster_secret or config.cluster_secret_file):
-        config = replace(config, cluster_secret=secrets.token_urlsafe(32))
+    config = with_cluster_secret(replace(config, model=_model(config)))
     try:
-        asyncio.run(_serve(config, started_s))
+        asyncio.run(_serve(config, started_at))
     except ChildFailed as error:
         sys.exit(f"error: {error}")
+
+
+def with_cluster_secret(config: UpConfig) -> UpConfig:
+    """A new secret at each start, unless the operator gives one that other machines know too."""
+    if config.cluster_secret or config.cluster_secret_file:
+        return config
+    return replace(config, cluster_secret=secrets.token_urlsafe(32))
 
 
 def _free_port(host: str, port: int) -> int:
@@ -76,15 +82,15 @@ def _default_model() -> Path:
     return default_model_folder()
 
 
-async def _serve(config: UpConfig, started_s: float) -> None:
+async def _serve(config: UpConfig, started_at: float) -> None:
     """Until a signal, or until a child cannot be started."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     display = Display(sys.stdout)
     supervisor = Supervisor(display)
-    with tempfile.TemporaryDirectory(prefix="twostroke-") as socket_folder:
-        serving = asyncio.create_task(_start_and_watch(config, supervisor, display, started_s, Path(socket_folder)))
+    with _socket_folder() as socket_folder:
+        serving = asyncio.create_task(_start_and_watch(config, supervisor, display, started_at, socket_folder))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         serving.cancel()  # if it still runs: nothing more is to be started
@@ -98,35 +104,47 @@ async def _serve(config: UpConfig, started_s: float) -> None:
 async def _stop(supervisor: Supervisor, display: Display, is_wanted: bool) -> None:
     if is_wanted:
         display.say("stopping")
-    started_s = time.monotonic()
+    started_at = time.monotonic()
     await supervisor.stop()
     if is_wanted:
-        display.say(f"stopped in {time.monotonic() - started_s:.1f} s")
+        display.say(f"stopped in {time.monotonic() - started_at:.1f} s")
 
 
 async def _start_and_watch(
-    config: UpConfig, supervisor: Supervisor, display: Display, started_s: float, socket_folder: Path
+    config: UpConfig, supervisor: Supervisor, display: Display, started_at: float, socket_folder: Path
 ) -> None:
-    run_folder = _fresh_run_folder(config.port)
-    display.say(f"starting {_shape(config)}; logs are in {run_folder}")
+    run_folder = _fresh_run_folder(config.port, display)
+    display.say(f"starting {_shape(config)}" + (f"; logs are in {run_folder}" if run_folder else ""))
     stack = Stack(config, run_folder, ValkeyAddress(unix_socket=socket_folder / "valkey.sock"), os.environ)
     if stack.has_valkey:
         await supervisor.start([stack.valkey()])
     await supervisor.start([*stack.workers(), stack.router()])
-    display.say(f"ready in {time.monotonic() - started_s:.1f} s: {_url(config)}/v1 ({_shape(config)})")
+    display.say(f"ready in {time.monotonic() - started_at:.1f} s: {_url(config)}/v1 ({_shape(config)})")
     display.say(f"\n{_curl(config)}\n\nCtrl-C stops everything.")
     await supervisor.watch()
 
 
-def _fresh_run_folder(port: int) -> Path:
-    """Where this run's logs go: one folder per HTTP port, emptied at each start."""
+def _fresh_run_folder(port: int, display: Display) -> Path | None:
+    """Where this run's logs go: one folder per HTTP port, emptied at each start. None, and one line, if there cannot be one."""
     folder = cache_dir() / "run" / str(port)
     try:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, mode=0o700)
+        folder.mkdir(parents=True, mode=0o700, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
+        display.say(f"warning: no logs are kept, since {folder} cannot be made: {error.strerror}")
+        return None
     return folder
+
+
+@contextmanager
+def _socket_folder() -> Iterator[Path]:
+    """Of this run's own, and gone after it. Raises ConfigError."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="twostroke-")
+    except OSError as error:
+        raise ConfigError(f"cannot make a folder for sockets; TMPDIR names another place: {error.strerror}") from None
+    with folder as path:
+        yield Path(path)
 
 
 def _shape(config: UpConfig) -> str:

@@ -13,12 +13,13 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from services.local.launch import launch_command
+from services.local.log_file import LogFile
 from shared.process.readiness import PROGRESS, READY, READY_FD_VARIABLE
 
 _CHUNK_BYTES = 64 * 1024
@@ -35,7 +36,7 @@ class ChildSpec:
     name: str
     command: tuple[str, ...]
     environ: Mapping[str, str] = field(repr=False)
-    log_path: Path
+    log_path: Path | None  # None: its output is not kept
     cpus: tuple[int, ...] = ()  # cores it may use; empty: all
     ready_text: str = ""
     stop_stage: int = 0  # children of a lower stage are stopped first
@@ -49,6 +50,8 @@ class Observer(Protocol):
     def ready(self, name: str, elapsed_s: float) -> None: ...
 
     def printed(self, name: str, line: str) -> None: ...
+
+    def trouble(self, name: str, text: str) -> None: ...
 
     def ended(self, name: str, reason: str, restart_in_s: float) -> None: ...
 
@@ -65,14 +68,15 @@ class Child:
         self._observer = observer
         self._on_ready = on_ready
         self._is_ready = False
-        self._started_s = asyncio.get_running_loop().time()
+        self._started_at = asyncio.get_running_loop().time()
         self._readers: list[asyncio.Task[None]] = []
 
     @classmethod
     async def spawn(cls, spec: ChildSpec, observer: Observer, on_ready: Callable[[], None]) -> Child:
-        output, output_in_child = os.pipe()
-        news, news_in_child = os.pipe()
-        try:
+        """Raises OSError where the system has no process, descriptor or memory left."""
+        with ExitStack() as ours, ExitStack() as in_child:
+            output, output_in_child = _pipe(ours, in_child)
+            news, news_in_child = _pipe(ours, in_child)
             process = await asyncio.create_subprocess_exec(
                 *launch_command(spec.command, spec.cpus),
                 env={**spec.environ, READY_FD_VARIABLE: str(news_in_child)},
@@ -82,16 +86,14 @@ class Child:
                 pass_fds=(news_in_child,),
                 process_group=0,
             )
-        finally:
-            os.close(output_in_child)
-            os.close(news_in_child)
+            ours.pop_all()  # the readers close them
         child = cls(spec, process, observer, on_ready)
         child._readers = [asyncio.create_task(child._read_output(output)), asyncio.create_task(child._read_news(news))]
         return child
 
     @property
     def uptime_s(self) -> float:
-        return asyncio.get_running_loop().time() - self._started_s
+        return asyncio.get_running_loop().time() - self._started_at
 
     async def wait(self) -> int:
         """The exit code, negative for a signal, once the process and its group are gone and its output is read."""
@@ -113,9 +115,10 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _read_output(self, fd: int) -> None:
-        with self.spec.log_path.open("a", buffering=1) as log:
+        log = LogFile(self.spec.log_path, lambda text: self._observer.trouble(self.spec.name, text))
+        with closing(log):
             async for line in _lines(fd):
-                log.write(line + "\n")
+                log.write(line)
                 self.last_line = line.strip() or self.last_line
                 self._observer.printed(self.spec.name, line)
                 if self.spec.ready_text and self.spec.ready_text in line:
@@ -133,6 +136,14 @@ class Child:
             self._is_ready = True
             self._observer.ready(self.spec.name, self.uptime_s)
             self._on_ready()
+
+
+def _pipe(ours: ExitStack, in_child: ExitStack) -> tuple[int, int]:
+    """Its two ends; each stack closes one."""
+    read_end, write_end = os.pipe()
+    ours.callback(os.close, read_end)
+    in_child.callback(os.close, write_end)
+    return read_end, write_end
 
 
 async def _lines(fd: int) -> AsyncIterator[str]:

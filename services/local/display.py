@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from contextlib import suppress
 from typing import TextIO
 
 # A log record as `shared/process/telemetry.py` prints it: date, time, level, component, message.
@@ -22,13 +23,12 @@ class Display:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._stream.write((_CLEAR_LINE if self._is_terminal else "") + text + "\n")
-        self._draw()
+        self._write((_CLEAR_LINE if self._is_terminal else "") + text + "\n" + self._status_line())
 
     def progress(self, name: str, text: str) -> None:
         self._starting[name] = text
         if self._is_terminal:
-            self._draw()
+            self._write(self._status_line())
         else:
             self._say_of(name, text)
 
@@ -40,6 +40,9 @@ class Display:
         if severe := _SEVERE.match(line):
             self._say_of(name, f"{severe[1].lower()}: {severe[2]}")
 
+    def trouble(self, name: str, text: str) -> None:
+        self._say_of(name, f"warning: {text}")
+
     def ended(self, name: str, reason: str, restart_in_s: float) -> None:
         self._starting.pop(name, None)
         self._say_of(name, f"ended ({reason}); starts again in {restart_in_s:.1f} s")
@@ -47,8 +50,13 @@ class Display:
     def _say_of(self, name: str, text: str) -> None:
         self.say(f"  {name:<{_NAME_WIDTH}}{text}")
 
-    def _draw(self) -> None:
-        if self._is_terminal and self._starting:
-            status = "  " + " | ".join(f"{name}: {text}" for name, text in self._starting.items())
-            self._stream.write(_CLEAR_LINE + status[: shutil.get_terminal_size().columns - 1])
-        self._stream.flush()
+    def _status_line(self) -> str:
+        if not (self._is_terminal and self._starting):
+            return ""
+        status = "  " + " | ".join(f"{name}: {text}" for name, text in self._starting.items())
+        return _CLEAR_LINE + status[: shutil.get_terminal_size().columns - 1]
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):  # a full disk, or a terminal that is gone: children matter more than what is shown of them
+            self._stream.write(text)
+            self._stream.flush()

@@ -30,7 +30,7 @@ class Stack:
     """Makes the specs of all children from `config`, whose model and port are real ones by now."""
 
     config: UpConfig
-    run_folder: Path
+    run_folder: Path | None  # where logs go; None: nowhere
     valkey_address: ValkeyAddress  # of the embedded one, if the configuration names no other
     environ: Mapping[str, str] = field(repr=False)  # of the supervisor
 
@@ -97,7 +97,8 @@ class Stack:
         ready_text: str = "",
         stop_stage: int = 0,
     ) -> ChildSpec:
-        return ChildSpec(name, command, environ, self.run_folder / f"{name}.log", cpus, ready_text, stop_stage)
+        log_path = self.run_folder / f"{name}.log" if self.run_folder else None
+        return ChildSpec(name, command, environ, log_path, cpus, ready_text, stop_stage)
 
 
 def _service(name: str) -> tuple[str, ...]:

@@ -2,9 +2,9 @@
 
     start ─> each child ready once ─> watch: a child that ends is started again, at growing intervals ─> stop, stage by stage
 
-A child that cannot be started at all is not tried for ever. Exit code 2 is a mistake in the configuration and ends the start with
-the child's own words; a kill from outside ends it too, for at that time it is the kernel short of memory; anything else gets a
-few tries.
+A child that was never ready is not tried for ever. Exit code 2 is a mistake in the configuration and ends the start with the
+child's own words; a kill from outside ends it too, for at that time it is the kernel short of memory; anything else gets a few
+tries. A child that was ready once is started again for as long as it takes, also where the system has no process left for it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,23 @@ class Policy:
     max_failed_starts: int = 3
     stop_stage_s: float = 0.5  # then the next stage is stopped too
     stop_s: float = 2.5  # then whatever still runs is killed: all is over within 5 s, also on a busy machine
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Of a child, or of the attempt to start it."""
+
+    exit_code: int | None  # negative for a signal; None: there was no process
+    last_line: str
+    uptime_s: float
+
+    @property
+    def reason(self) -> str:
+        """How it ended, and what it said last if it had the chance to say why."""
+        if self.exit_code is None:
+            return self.last_line
+        how = describe_exit(self.exit_code)
+        return f"{how}: {self.last_line}" if self.exit_code > 0 else how
 
 
 class _Kept:
@@ -77,15 +94,15 @@ class Supervisor:
     async def stop(self) -> None:
         """Asks children to end, lower stages first, and kills those that have not when the time is up."""
         self._stopping.set()
-        deadline_s = _now_s() + self._policy.stop_s
+        deadline = _now() + self._policy.stop_s
         for stage in sorted({kept.spec.stop_stage for kept in self._tasks.values()}):
             of_stage = [task for task, kept in self._tasks.items() if kept.spec.stop_stage == stage]
             for task in of_stage:
                 if (child := self._tasks[task].child) is not None:
                     child.terminate()
-            await asyncio.wait(of_stage, timeout=min(self._policy.stop_stage_s, max(0.0, deadline_s - _now_s())))
+            await asyncio.wait(of_stage, timeout=min(self._policy.stop_stage_s, max(0.0, deadline - _now())))
         if running := [task for task in self._tasks if not task.done()]:
-            await asyncio.wait(running, timeout=max(0.0, deadline_s - _now_s()))
+            await asyncio.wait(running, timeout=max(0.0, deadline - _now()))
         for task, kept in self._tasks.items():
             if not task.done() and kept.child is not None:
                 kept.child.kill()
@@ -96,34 +113,40 @@ class Supervisor:
         delay_s = self._policy.first_delay_s
         num_failed_starts = 0
         while True:
-            child = kept.child = await Child.spawn(kept.spec, self._observer, kept.has_been_ready.set)
-            if self._stopping.is_set():  # since `stop` looked at kept.child
-                child.kill()
-            exit_code = await child.wait()
+            end = await self._run(kept)
             if self._stopping.is_set():
                 return
             if not kept.has_been_ready.is_set():
                 num_failed_starts += 1
-                self._check_start(child, exit_code, num_failed_starts)
-            if child.uptime_s > self._policy.stable_after_s:
+                self._check_start(kept.spec, end, num_failed_starts)
+            if end.uptime_s > self._policy.stable_after_s:
                 delay_s = self._policy.first_delay_s
-            self._observer.ended(kept.spec.name, _end_of(child, exit_code), delay_s)
+            self._observer.ended(kept.spec.name, end.reason, delay_s)
             if await self._stops_within(delay_s):
                 return
             delay_s = min(2 * delay_s, self._policy.longest_delay_s)
 
-    def _check_start(self, child: Child, exit_code: int, num_failed_starts: int) -> None:
+    async def _run(self, kept: _Kept) -> _End:
+        """A child from its start to its end."""
+        try:
+            child = kept.child = await Child.spawn(kept.spec, self._observer, kept.has_been_ready.set)
+        except OSError as error:
+            return _End(None, f"cannot be started: {error.strerror}", 0.0)
+        if self._stopping.is_set():  # since `stop` looked at kept.child
+            child.kill()
+        exit_code = await child.wait()
+        kept.child = None
+        return _End(exit_code, child.last_line, child.uptime_s)
+
+    def _check_start(self, spec: ChildSpec, end: _End, num_failed_starts: int) -> None:
         """Raises if a child that ended before it was ready should not be tried again."""
-        name = child.spec.name
-        if exit_code == CONFIG_ERROR:
-            raise ConfigError(f"{name}: {child.last_line.removeprefix('error: ')}")
-        if exit_code == -signal.SIGKILL:
-            raise ConfigError(f"{name} was killed while it started, which the system does when there is too little memory")
+        if end.exit_code == CONFIG_ERROR:
+            raise ConfigError(f"{spec.name}: {end.last_line.removeprefix('error: ')}")
+        if end.exit_code == -signal.SIGKILL:
+            raise ConfigError(f"{spec.name} was killed while it started, which the system does when there is too little memory")
         if num_failed_starts >= self._policy.max_failed_starts:
-            raise ChildFailed(
-                f"{name} ended {num_failed_starts} times before it was ready ({_end_of(child, exit_code)}); "
-                f"its log is {child.spec.log_path}"
-            )
+            log = f"; its log is {spec.log_path}" if spec.log_path else ""
+            raise ChildFailed(f"{spec.name} ended {num_failed_starts} times before it was ready ({end.reason}){log}")
 
     async def _stops_within(self, delay_s: float) -> bool:
         try:
@@ -132,11 +155,6 @@ class Supervisor:
         except TimeoutError:
             return False
         return True
-
-
-def _end_of(child: Child, exit_code: int) -> str:
-    """How it ended, and what it said last if it had the chance to say why."""
-    return f"{describe_exit(exit_code)}: {child.last_line}" if exit_code > 0 else describe_exit(exit_code)
 
 
 def describe_exit(exit_code: int) -> str:
@@ -149,5 +167,5 @@ def describe_exit(exit_code: int) -> str:
         return f"killed by signal {-exit_code}"
 
 
-def _now_s() -> float:
+def _now() -> float:
     return asyncio.get_running_loop().time()

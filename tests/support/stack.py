@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import httpx
 import psutil
@@ -27,12 +28,10 @@ class Stack:
         self.url = f"http://{Address(host, port)}"
         self.process = process
         self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self.process.stdout or ():
             self.lines.append(line.rstrip())
 
     def wait_ready(self) -> None:
@@ -77,12 +76,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def stack(model: Path, *flags: str, host: str = "127.0.0.1") -> Iterator[Stack]:
+def stack(model: Path, *flags: str, host: str = "127.0.0.1", output: int | IO[str] = subprocess.PIPE) -> Iterator[Stack]:
     port = free_port()
     listens = ("--host", host, "--port", str(port))
     process = subprocess.Popen(
         [sys.executable, "-m", "services.cli", "up", "--model", str(model), *listens, *flags],
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},

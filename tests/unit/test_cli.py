@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from services.cli import main
-from services.local.__main__ import _curl
+from services.local.__main__ import _curl, _fresh_run_folder, _socket_folder, _url, with_cluster_secret
 from services.local.config import UpConfig
 from services.local.display import Display
 from services.local.stack import Stack
 from services.local.valkey import ValkeyAddress
+from shared.base.errors import ConfigError
 from shared.base.version import VERSION
 from shared.options.config import parse_config
 from shared.options.worker import WorkerConfig
@@ -166,6 +169,79 @@ def test_a_terminal_gets_a_status_line_that_is_rewritten():
     shown = show(is_terminal=True)
     assert "\r\x1b[K  decode-0: loading\r\x1b[K  decode-0    warning: slow disk\n" in shown
     assert shown.endswith("  decode-0    ready after 1.3 s\n")
+
+
+def test_a_screen_that_takes_nothing_more_stops_nobody():
+    with open("/dev/full", "w") as screen:
+        display = Display(screen)
+        display.progress("decode-0", "loading")
+        display.trouble("decode-0", "slow")
+        display.say("x" * 100_000)
+        with contextlib.suppress(OSError):  # what is left in the buffer
+            screen.flush()
+        with pytest.raises(OSError, match="No space left"):
+            screen.close()
+
+
+def test_without_room_for_logs_one_line_says_so_and_none_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("TWOSTROKE_CACHE", "/dev/full/cache")
+    screen = Screen(is_terminal=False)
+    assert _fresh_run_folder(8000, Display(screen)) is None  # type: ignore[arg-type]
+    assert screen.text == "warning: no logs are kept, since /dev/full/cache/run/8000 cannot be made: Not a directory\n"
+    config = parse_config(UpConfig, ["--model", "/models/m"], "twostroke up", {})
+    assert Stack(config, None, ValkeyAddress(unix_socket=tmp_path / "socket"), {}).router().log_path is None
+
+
+def test_logs_of_an_earlier_run_are_gone_and_others_may_not_read_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path))
+    old = tmp_path / "run" / "8000" / "router.log"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    screen = Screen(is_terminal=False)
+    folder = _fresh_run_folder(8000, Display(screen))  # type: ignore[arg-type]
+    assert folder == old.parent
+    assert (list(folder.iterdir()), folder.stat().st_mode & 0o777, screen.text) == ([], 0o700, "")
+
+
+def test_without_room_for_sockets_there_is_one_line(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/full")
+    with pytest.raises(ConfigError, match=r"sockets; TMPDIR names another place: Not a directory"), _socket_folder():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::1", "http://[::1]:80"),
+        ("::", "http://[::1]:80"),
+    ],
+)
+def test_the_url_that_is_shown_can_be_used(host, url):
+    assert _url(UpConfig(host=host, port=80)) == url
+
+
+def test_every_start_makes_a_secret_unless_one_is_given(monkeypatch):
+    made = [with_cluster_secret(UpConfig()).cluster_secret for _ in range(2)]
+    assert all(len(secret) >= 32 for secret in made)
+    assert made[0] != made[1]
+    given = UpConfig(cluster_secret="given by the operator")
+    assert with_cluster_secret(given) == given
+    by_file = UpConfig(cluster_secret_file="/run/secrets/cluster")
+    assert with_cluster_secret(by_file) == by_file
+
+
+def test_every_process_of_a_stack_gets_its_secret_and_tls_and_valkey_gets_none(tmp_path):
+    given = {"TWOSTROKE_CLUSTER_SECRET": "open sesame, please"}
+    tls = {f"TWOSTROKE_TLS_{name}": f"/{name}" for name in ("CERT", "KEY", "CA")}
+    children = stack(tmp_path, **given, **tls)
+    for spec in (*children.workers(), children.router()):
+        assert given.items() | tls.items() <= spec.environ.items()
+        assert not any("sesame" in word for word in (repr(spec), *spec.command))
+    assert "sesame" not in str(children.valkey().environ)
+    (worker, _) = stack(tmp_path, "--cluster-secret-file", "/run/secrets/cluster").workers()
+    assert worker.environ["TWOSTROKE_CLUSTER_SECRET_FILE"] == "/run/secrets/cluster"
 
 
 def test_the_request_to_try_is_valid_and_shows_no_key():

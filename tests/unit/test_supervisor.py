@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import signal
@@ -10,11 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.local.child import ChildSpec
+from services.local.log_file import LogFile
 from services.local.placement import place, usable_gpus
 from services.local.supervisor import ChildFailed, Policy, Supervisor, describe_exit
 from shared.base.errors import ConfigError
@@ -22,6 +26,7 @@ from shared.base.errors import ConfigError
 QUICK = Policy(first_delay_s=0.01, longest_delay_s=0.02, stop_stage_s=0.5, stop_s=1.0)
 READY = "from shared.process.readiness import *; import os, sys, time, signal, subprocess; "
 SERVE = READY + "notify_ready(); signal.pause()"
+FULL = Path("/dev/full")  # as a file on a full disk
 
 
 class Recorder:
@@ -29,6 +34,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str, str]] = []  # kind, child, text
+        self.delays_s: list[float] = []  # before restarts
         self._changed = asyncio.Event()
 
     def progress(self, name: str, text: str) -> None:
@@ -40,7 +46,11 @@ class Recorder:
     def printed(self, name: str, line: str) -> None:
         self._add("printed", name, line)
 
+    def trouble(self, name: str, text: str) -> None:
+        self._add("trouble", name, text)
+
     def ended(self, name: str, reason: str, restart_in_s: float) -> None:
+        self.delays_s.append(restart_in_s)
         self._add("ended", name, reason)
 
     def of(self, kind: str, name: str) -> list[str]:
@@ -126,6 +136,116 @@ async def test_a_kill_before_readiness_is_reported_as_too_little_memory(recorder
     with pytest.raises(ConfigError, match="too little memory"):
         await supervisor.start([child("a", "import os; os.kill(os.getpid(), 9)")])
     await supervisor.stop()
+
+
+async def test_a_kill_of_a_child_that_was_ready_is_no_reason_to_give_up(recorder, child):
+    supervisor = Supervisor(recorder, QUICK)
+    await supervisor.start([child("a", READY + "notify_ready(); os.kill(os.getpid(), 9)")])
+    watch = asyncio.create_task(supervisor.watch())
+    await recorder.until(lambda: len(recorder.of("ended", "a")) > 2 * QUICK.max_failed_starts)
+    assert not watch.done()
+    await supervisor.stop()
+    await watch
+
+
+async def delays_of(recorder, child, policy: Policy, count: int) -> list[float]:
+    """Before the first restarts of a child that ends whenever it is ready."""
+    supervisor = Supervisor(recorder, policy)
+    await supervisor.start([child("a", READY + "notify_ready(); sys.exit(5)")])
+    await recorder.until(lambda: len(recorder.delays_s) >= count)
+    await supervisor.stop()
+    return recorder.delays_s[:count]
+
+
+async def test_delays_double_up_to_the_longest_while_a_child_keeps_ending_soon(recorder, child):
+    policy = Policy(first_delay_s=0.01, longest_delay_s=0.05, stable_after_s=60.0)
+    assert await delays_of(recorder, child, policy, 5) == [0.01, 0.02, 0.04, 0.05, 0.05]
+
+
+async def test_a_child_that_ran_long_enough_starts_with_the_first_delay_again(recorder, child):
+    policy = Policy(first_delay_s=0.01, longest_delay_s=0.05, stable_after_s=0.0)
+    assert await delays_of(recorder, child, policy, 3) == [0.01, 0.01, 0.01]
+
+
+class NoMoreProcesses:
+    """Stands before the system's fork: fails `num_failures` times when armed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_failures = 0
+        self._spawn = asyncio.create_subprocess_exec
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", self)
+
+    async def __call__(self, *command: str, **options: Any) -> asyncio.subprocess.Process:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return await self._spawn(*command, **options)
+
+
+async def test_a_restart_for_which_there_is_no_process_is_tried_until_there_is_one(recorder, child, monkeypatch):
+    processes = NoMoreProcesses(monkeypatch)
+    supervisor = Supervisor(recorder, QUICK)
+    await supervisor.start([child("a", READY + "print(os.getpid(), flush=True); notify_ready(); signal.pause()")])
+    watch = asyncio.create_task(supervisor.watch())
+    num_failures = processes.num_failures = 3 * QUICK.max_failed_starts
+    num_open = len(os.listdir("/proc/self/fd"))
+    os.kill(int(recorder.of("printed", "a")[0]), signal.SIGKILL)
+    await recorder.until(lambda: len(recorder.of("ready", "a")) == 2)
+    assert recorder.of("ended", "a")[1:] == ["cannot be started: Resource temporarily unavailable"] * num_failures
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    await supervisor.stop()
+    await watch
+
+
+async def test_a_first_start_for_which_there_is_no_process_is_given_up_with_the_reason(recorder, child, monkeypatch):
+    NoMoreProcesses(monkeypatch).num_failures = QUICK.max_failed_starts
+    supervisor = Supervisor(recorder, QUICK)
+    with pytest.raises(ChildFailed, match=r"a ended 3 times .*cannot be started: Resource temporarily unavailable"):
+        await supervisor.start([child("a", SERVE)])
+    await supervisor.stop()
+
+
+async def test_a_child_whose_log_cannot_be_written_runs_on_and_that_is_said_once(recorder, child):
+    spec = replace(child("a", READY + "print('x' * 99 + '\\n' * 9999); print('y' * 300_000, flush=True); " + SERVE), log_path=FULL)
+    supervisor = Supervisor(recorder, QUICK)
+    await supervisor.start([spec])
+    assert recorder.of("trouble", "a") == ["cannot write /dev/full, so its output is lost: No space left on device"]
+    assert sum(line.count("y") for line in recorder.of("printed", "a")) == 300_000
+    await supervisor.stop()
+
+
+@pytest.mark.parametrize("path", [None, Path("/no/such/folder/log")])
+async def test_a_child_without_a_log_serves_and_keeps_its_last_words(recorder, child, path):
+    supervisor = Supervisor(recorder, QUICK)
+    good = replace(
+        child("good", "print('now I accept', flush=True); import signal; signal.pause()", ready_text="accept"), log_path=path
+    )
+    await supervisor.start([good])
+    bad = replace(child("bad", "raise ValueError('broken')"), log_path=path)
+    with pytest.raises(ChildFailed, match="ValueError: broken"):
+        await supervisor.start([bad])
+    await supervisor.stop()
+
+
+def test_a_log_is_written_again_when_there_is_room_and_each_outage_is_said_once(tmp_path):
+    told: list[str] = []
+    folder = tmp_path / "logs"
+    log = LogFile(folder / "a.log", told.append)
+    log.write("lost")
+    log.write("lost too")
+    assert len(told) == 1
+    folder.mkdir()
+    log.write("kept")
+    log.close()
+    (folder / "a.log").unlink()
+    folder.rmdir()
+    log.write("lost again")
+    assert len(told) == 2
+    folder.mkdir()
+    log.write("kept \ud800 again")
+    log.close()
+    assert (folder / "a.log").read_text() == "kept ? again\n"
+    assert (folder / "a.log").stat().st_mode & 0o777 == 0o600
 
 
 async def test_stop_asks_stage_by_stage_and_kills_who_does_not_listen_within_the_deadline(recorder, child):
