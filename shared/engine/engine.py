@@ -61,8 +61,8 @@ class _Step:
 
     plan: Plan
     pending: Pending
-    begin_s: float  # when the engine turned to it, or its predecessor ended
-    started_s: float  # when it was launched, or its predecessor ended
+    begun_at: float  # when the engine turned to it, or the step before it ended
+    launched_at: float  # when it was launched, or the step before it ended
     num_preemptions: int = 0  # to make room for it
 
 
@@ -148,6 +148,7 @@ class Engine:
         with self._wake:
             yield
             granted = [(sequence, self._on_grant.pop(sequence.id)) for sequence in self._scheduler.grant()]
+            metrics.observe_state(self._scheduler)
             self._wake.notify()
         for sequence, on_grant in granted:
             on_grant(sequence)
@@ -201,15 +202,15 @@ class Engine:
                     self._wake.wait()
                 if self._stopping:
                     return None
-                begin_s = time.perf_counter()
+                begun_at = time.perf_counter()
                 plan = self._scheduler.schedule()
             if plan.outputs:
                 self._listener(plan.outputs)
         self._announce_first_chunks(plan)
-        started_s = time.perf_counter()
+        launched_at = time.perf_counter()
         self._watchdog.begin(plan.num_tokens)
         pending = self._launch(plan)
-        return _Step(plan, pending, begin_s, started_s, self._scheduler.num_preemptions - num_preemptions)
+        return _Step(plan, pending, begun_at, launched_at, self._scheduler.num_preemptions - num_preemptions)
 
     def _launch(self, plan: Plan) -> Pending:
         try:
@@ -223,34 +224,34 @@ class Engine:
             return None
         with self._wake:
             plan = None if self._stopping else self._scheduler.schedule_ahead()
-        return None if plan is None else _Step(plan, self._launch(plan), step.begin_s, step.started_s)
+        return None if plan is None else _Step(plan, self._launch(plan), step.begun_at, step.launched_at)
 
     def _finish(self, step: _Step) -> _Step | None:
         """Ends a step. Returns the one that has been launched after it, if any."""
-        turned_s, is_idle = time.perf_counter(), step.pending.is_done()
+        turned_at, is_done = time.perf_counter(), step.pending.is_done()
         ahead = self._look_ahead(step)
-        idle_s = time.perf_counter() - turned_s if is_idle else 0.0
+        idle_s = time.perf_counter() - turned_at if is_done else 0.0
         try:
             samples = step.pending.wait()
         except Exception as error:
             self._fail(step.plan, ahead, error)
             return None
         finally:
-            ended_s = time.perf_counter()
-            self._watchdog.end(step.plan.num_tokens, ended_s - step.started_s)
+            ended_at = time.perf_counter()
+            self._watchdog.end(step.plan.num_tokens, ended_at - step.launched_at)
         if ahead is not None:
-            ahead.begin_s = ahead.started_s = ended_s
+            ahead.begun_at = ahead.launched_at = ended_at
             self._watchdog.begin(ahead.plan.num_tokens)
         with self._changing():
             events = self._scheduler.update(step.plan, samples)
             self._num_steps += 1
-            metrics.observe_state(self._scheduler, step.num_preemptions)
         self._num_failures = 0
         self._listener(events)
-        self._prefill_rate.observe(step.plan, ended_s - step.started_s)
-        # With a step under way, the device does not wait for what the host has done since this one ended.
-        all_s = (time.perf_counter() if ahead is None else ended_s) - step.begin_s
-        metrics.observe_step(step.plan, ended_s - step.started_s - idle_s, all_s)
+        # With a step under way, the device does not wait for what the engine has done since this one ended.
+        whole_s = (time.perf_counter() if ahead is None else ended_at) - step.begun_at
+        times = metrics.StepTimes(whole_s, ended_at - step.launched_at, idle_s)
+        self._prefill_rate.observe(step.plan, times.execution_s)
+        metrics.observe_step(step.plan, times, step.num_preemptions)
         return ahead
 
     def _announce_first_chunks(self, plan: Plan) -> None:

@@ -21,8 +21,9 @@ from shared.base.address import Address
 from shared.base.errors import InvalidRequest
 from shared.base.request import Request
 from shared.base.worker_info import BootId, Role, WorkerId, WorkerInfo
-from shared.engine.compute.runner import ModelRunner, load_runner
+from shared.engine.compute.runner import ModelRunner
 from shared.engine.engine import Engine
+from shared.engine.load import load_runner
 from shared.engine.memory import sizing
 from shared.engine.schedule.blocks import BlockManager
 from shared.engine.schedule.scheduler import Scheduler

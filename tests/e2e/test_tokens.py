@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 
 from shared.base.request import Output, Request
 from shared.base.worker_info import Role
-from shared.engine.compute.runner import ModelRunner, load_runner
+from shared.engine.compute.runner import ModelRunner
+from shared.engine.load import load_runner
 from shared.engine.memory.kv_pool import KvPool
 from shared.engine.schedule.plan import Plan, ScheduledSequence
 from shared.engine.schedule.sequence import Sequence as EngineSequence

@@ -267,7 +267,7 @@ def test_the_watchdog_sees_one_step_at_a_time() -> None:
 def test_what_the_host_does_beside_a_step_under_way_is_no_overhead(kind: type[FakeRunner], monkeypatch: pytest.MonkeyPatch) -> None:
     """The listener takes its time after every step: the device waits for it only if it has nothing to do."""
     overheads: list[float] = []
-    monkeypatch.setattr(metrics, "observe_step", lambda plan, execute_s, all_s: overheads.append(all_s - execute_s))
+    monkeypatch.setattr(metrics, "observe_step", lambda plan, times, num_preempted: overheads.append(times.overhead_s))
     asked, work_s, num_tokens = request(prompt_of(20), max_tokens=6), 0.05, 6
     made = Driven(kind(NUM_BLOCKS))
 
@@ -284,6 +284,39 @@ def test_what_the_host_does_beside_a_step_under_way_is_no_overhead(kind: type[Fa
         made.runner.close()
     assert len(overheads) == num_tokens
     assert sum(overhead >= work_s for overhead in overheads) == (num_tokens if kind is FakeRunner else 1)
+
+
+def test_gauges_of_an_idle_engine_tell_what_was_given_back_after_its_last_step() -> None:
+    gauges = (metrics.kv_usage, metrics.running, metrics.waiting)
+    held, granted = request(prompt_of(40), max_tokens=5), threading.Event()
+    with driven(FakeRunner(NUM_BLOCKS)) as made:
+        made.engine.submit(held, hold=True)
+        while made.engine.num_reserved_and_held() != (0, 1):
+            made.next_event()
+        made.engine.reserve(request(prompt_of(499, 5)), lambda sequence: granted.set())
+        assert granted.wait(TIMEOUT_S)
+        made.engine.reserve(asking := request(prompt_of(499, 5)), lambda sequence: None)
+        assert [gauge._value.get() for gauge in gauges] == [pytest.approx((3 + 32) / (NUM_BLOCKS - 1)), 0, 1]
+        made.engine.release(held.request_id)
+        made.engine.abort(asking.request_id)
+        assert [gauge._value.get() for gauge in gauges] == [pytest.approx(32 / (NUM_BLOCKS - 1)), 0, 0]
+        for sequence in made.scheduler.sequences():
+            made.engine.abort(sequence.id)
+        assert [gauge._value.get() for gauge in gauges] == [0, 0, 0]
+
+
+def test_an_abort_of_a_reservation_grants_the_next_one_without_a_step() -> None:
+    with driven(FakeRunner(NUM_BLOCKS)) as made:
+        granted: list[str] = []
+        asked = [request(prompt_of(499, start), max_tokens=1) for start in range(3)]
+        for one in asked:
+            made.engine.reserve(one, lambda sequence: granted.append(sequence.id))
+        assert granted == [asked[0].request_id]
+        made.engine.abort(asked[1].request_id)  # one that asks: its callback is forgotten
+        assert made.engine.abort(asked[0].request_id)
+        assert granted == [asked[0].request_id, asked[2].request_id]
+        assert made.engine.load().num_steps == 0
+        made.engine.abort(asked[2].request_id)
 
 
 async def client(made: Cluster, rng: random.Random) -> None:

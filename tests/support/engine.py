@@ -18,7 +18,8 @@ from transformers import (
 
 from shared.base.request import Request, SamplingParams
 from shared.base.worker_info import Role
-from shared.engine.compute.runner import ModelRunner, load_runner
+from shared.engine.compute.runner import ModelRunner
+from shared.engine.load import load_runner
 from shared.engine.schedule.plan import ScheduledSequence
 from shared.engine.schedule.sequence import Sequence
 from shared.options.worker import WorkerConfig
