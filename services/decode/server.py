@@ -22,8 +22,11 @@ from shared.engine.schedule.plan import Event, Failure
 from shared.rpc import control_pb2, control_pb2_grpc
 from shared.transfer.handoff.receiver import Receiver
 from shared.wire.conversions import output_to_wire, request_from_wire
+from shared.worker.heartbeat import or_heartbeat
 from shared.worker.streams import Streams
 from shared.worker.worker import Worker
+
+_HEARTBEAT = control_pb2.GenerateReply()
 
 
 class DecodeService(control_pb2_grpc.DecodeServicer):
@@ -47,7 +50,10 @@ class DecodeService(control_pb2_grpc.DecodeServicer):
             yield control_pb2.GenerateReply(accepted=control_pb2.Accepted(boot_id=self._worker.boot_id))
             unfinished = set(range(request.sampling.n))
             while unfinished:
-                events = await mailbox.take()
+                events = await or_heartbeat(mailbox.take)
+                if events is None:
+                    yield _HEARTBEAT
+                    continue
                 outputs = _merge(events, unfinished)
                 if outputs:
                     yield control_pb2.GenerateReply(tokens=[output_to_wire(output) for output in outputs])

@@ -11,20 +11,25 @@ The call owns the sequence and its reservation at the receiver. If it ends early
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 from services.prefill.shipment import Shipment
 from shared.base.address import Address
 from shared.base.errors import InvalidRequest, Unavailable
 from shared.engine.engine import Engine
+from shared.process.tasks import cancel_and_wait
 from shared.rpc import control_pb2, control_pb2_grpc
 from shared.transfer.handoff.links import Links
 from shared.transfer.handoff.sender import Sender
 from shared.transfer.transports.heads import HeadShard
 from shared.wire.channels import Channels
 from shared.wire.conversions import request_from_wire
+from shared.worker.heartbeat import heartbeats_until
 from shared.worker.streams import Streams
 from shared.worker.worker import Worker
+
+_HEARTBEAT = control_pb2.PrefillEvent()
 
 
 class PrefillService(control_pb2_grpc.PrefillServicer):
@@ -35,7 +40,16 @@ class PrefillService(control_pb2_grpc.PrefillServicer):
         self._channels = channels
         self._links = links
 
-    async def Prefill(self, message: control_pb2.PrefillRequest, context: Any) -> control_pb2.PrefillReply:
+    async def Prefill(self, message: control_pb2.PrefillRequest, context: Any) -> AsyncIterator[control_pb2.PrefillEvent]:
+        work = asyncio.create_task(self._prefill(message))
+        try:
+            async for _ in heartbeats_until(work):
+                yield _HEARTBEAT
+            yield control_pb2.PrefillEvent(reply=work.result())
+        finally:
+            await cancel_and_wait(work)
+
+    async def _prefill(self, message: control_pb2.PrefillRequest) -> control_pb2.PrefillReply:
         if self._worker.is_draining:
             raise Unavailable("this worker is draining")
         request = request_from_wire(message.sequence)

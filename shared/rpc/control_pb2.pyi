@@ -79,6 +79,12 @@ class Destination(_message.Message):
     boot_id: str
     def __init__(self, transfer_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., address: _Optional[str] = ..., boot_id: _Optional[str] = ...) -> None: ...
 
+class PrefillEvent(_message.Message):
+    __slots__ = ("reply",)
+    REPLY_FIELD_NUMBER: _ClassVar[int]
+    reply: PrefillReply
+    def __init__(self, reply: _Optional[_Union[PrefillReply, _Mapping]] = ...) -> None: ...
+
 class PrefillReply(_message.Message):
     __slots__ = ("num_cached_tokens", "num_shipped_blocks", "queue_s", "compute_s", "transfer_s")
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]

@@ -153,10 +153,10 @@ class PrefillStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_unary(
+        self.Prefill = channel.unary_stream(
                 '/twostroke.v1.Prefill/Prefill',
                 request_serializer=shared_dot_rpc_dot_control__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=shared_dot_rpc_dot_control__pb2.PrefillReply.FromString,
+                response_deserializer=shared_dot_rpc_dot_control__pb2.PrefillEvent.FromString,
                 _registered_method=True)
 
 
@@ -165,7 +165,7 @@ class PrefillServicer:
 
     def Prefill(self, request, context):
         """Computes the prompt, ships its blocks to the decode worker named in `destination`, samples the first token, commits.
-        Returns after the decode worker has acknowledged the commit. Cancelling it releases everything.
+        The last message has the reply, after the decode worker has acknowledged the commit. Cancelling it releases everything.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,10 +174,10 @@ class PrefillServicer:
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_unary_rpc_method_handler(
+            'Prefill': grpc.unary_stream_rpc_method_handler(
                     servicer.Prefill,
                     request_deserializer=shared_dot_rpc_dot_control__pb2.PrefillRequest.FromString,
-                    response_serializer=shared_dot_rpc_dot_control__pb2.PrefillReply.SerializeToString,
+                    response_serializer=shared_dot_rpc_dot_control__pb2.PrefillEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -201,12 +201,12 @@ class Prefill:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/twostroke.v1.Prefill/Prefill',
             shared_dot_rpc_dot_control__pb2.PrefillRequest.SerializeToString,
-            shared_dot_rpc_dot_control__pb2.PrefillReply.FromString,
+            shared_dot_rpc_dot_control__pb2.PrefillEvent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,13 +40,14 @@ TYPED = {
     grpc.StatusCode.CANCELLED,  # by this side, which had more to send than the server wanted to hear
 }
 UNARY_UNARY = (
-    ("/twostroke.v1.Prefill/Prefill", control_pb2.PrefillRequest),
+    ("/twostroke.v1.Decode/StopChoice", control_pb2.StopChoiceRequest),
     ("/twostroke.v1.KvTransfer/GetOffers", kv_pb2.OffersRequest),
     ("/twostroke.v1.KvTransfer/Open", kv_pb2.OpenRequest),
     ("/twostroke.v1.KvTransfer/Abort", kv_pb2.AbortRequest),
 )
 UNARY_STREAM = (
     ("/twostroke.v1.Decode/Generate", control_pb2.GenerateRequest),
+    ("/twostroke.v1.Prefill/Prefill", control_pb2.PrefillRequest),
     ("/twostroke.v1.KvTransfer/Join", kv_pb2.JoinRequest),
 )
 PUSH = "/twostroke.v1.KvTransfer/Push"

@@ -11,11 +11,20 @@ from shared.base.request import Output, Request
 class Generation(Protocol):
     """The outputs of all choices of one request: per choice in order, every token index exactly once.
 
-    Iterating raises TwostrokeError if the request cannot be served. A choice has ended with the Output that bears its finish
-    reason; the iterator ends after the last choice has.
+    Iterating raises TwostrokeError if the request cannot be served, again at each further step. A choice has ended with the Output
+    that bears its finish reason, or by `stop_choice`; the iterator ends after the last choice has, and after `aclose`.
+
+    Only a few outputs wait for a reader: one that is slow slows the workers' streams. The deadline ends the work of one that never
+    reads.
     """
 
     def __aiter__(self) -> AsyncIterator[Output]: ...
+
+    async def __anext__(self) -> Output: ...
+
+    def stop_choice(self, choice: int) -> None:
+        """Nobody will read more of this choice, as when a stop string ended it: its worker is told, its outputs no longer come, the
+        others go on. Returns at once. Idempotent."""
 
     async def aclose(self) -> None:
         """The front end wants no more (finished, stop string found, client gone): ends both legs at once. Idempotent."""

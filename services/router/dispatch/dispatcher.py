@@ -10,11 +10,15 @@ import asyncio
 import logging
 import secrets
 
+from services.router.dispatch.attempt import Attempt
+from services.router.dispatch.budget import Budget
+from services.router.dispatch.choices import Choice
 from services.router.dispatch.fleet import Fleet, can_pair
-from services.router.dispatch.generation import Generation, LegFailed
+from services.router.dispatch.generation import FleetGeneration
+from services.router.dispatch.legs import LegFailed
 from services.router.dispatch.placement import Placement
 from shared.base.errors import TwostrokeError, Unavailable
-from shared.base.request import Request, SamplingParams
+from shared.base.request import Output, Request, SamplingParams
 from shared.base.worker_info import BootId, Role
 from shared.process.tasks import cancel_and_wait, start_essential
 
@@ -39,8 +43,8 @@ class Dispatcher:
     async def stop(self) -> None:
         await cancel_and_wait(self._canaries)
 
-    def generate(self, request: Request, deadline_s: float) -> Generation:
-        return Generation(self._fleet, request, deadline_s, self._worker_wait_s)
+    def generate(self, request: Request, deadline_s: float) -> FleetGeneration:
+        return FleetGeneration(self._fleet, request, deadline_s, self._worker_wait_s)
 
     def is_ready(self) -> str | None:
         """None if a request would succeed, else why not."""
@@ -102,6 +106,10 @@ class Dispatcher:
             num_prompt_tokens=len(_CANARY_TOKENS),
             sampling=SamplingParams(max_tokens=2, temperature=0.0),
         )
-        canary = Generation(self._fleet, request, _CANARY_DEADLINE_S, self._worker_wait_s)
+        choice = Choice(request, 0)
+
+        async def take(_: Choice, output: Output) -> None:
+            choice.accept(output)
+
         async with asyncio.timeout(_CANARY_DEADLINE_S):
-            await canary.serve_at(placement)
+            await Attempt(self._fleet, request, [choice], placement, Budget(_CANARY_DEADLINE_S), take).run()

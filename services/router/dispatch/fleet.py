@@ -1,29 +1,26 @@
 """The workers as this router sees them: who is alive, who may be used, and what this router has just sent them.
 
-A worker that failed a request rests for a moment before it is preferred again, longer with each failure in a row. Resting is a
-preference, never a ban: when all who could serve are resting, they are used. A restarted worker has a new boot id and starts clean.
+Workers that failed lately are used only when no other can serve (`rests.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from services.router.dispatch.model_pool import ModelPool, model_pools
 from services.router.dispatch.placement import Placement, place
+from services.router.dispatch.rests import Rests
 from shared.base.block_hash import block_hashes, hash_seed
-from shared.base.errors import InvalidRequest, Unavailable
+from shared.base.errors import InvalidRequest, TwostrokeError, Unavailable
 from shared.base.request import Request
 from shared.base.worker_info import BootId, Role, WorkerId, WorkerInfo
 from shared.index.prefix_index import PrefixLookup
 from shared.index.registry import FleetWatcher
 from shared.wire.channels import Channels
 
-_FIRST_REST_S = 0.5
-_LONGEST_REST_S = 5.0
 _FADING_PER_HEARTBEAT = 0.98
 
 
@@ -33,10 +30,12 @@ class Fleet:
         self._prefixes = prefixes
         self._channels = channels
         self._always_hand_off = always_hand_off
-        self._rests: dict[BootId, tuple[float, float]] = {}  # boot id -> (until, length)
+        self._rests = Rests()
+        self._boots: dict[WorkerId, BootId] = {}  # as last seen
         self._sent: Counter[WorkerId] = Counter()  # worker id -> requests sent since its last heartbeat
         self._transfer_s: dict[WorkerId, float] = {}  # prefill worker id -> moving average
         self._changed = asyncio.Event()
+        self._joins = asyncio.Event()
 
     def notify_change(self, worker_id: WorkerId) -> None:
         """A worker appeared, went, or reported its load, which now includes what was sent before."""
@@ -45,12 +44,17 @@ class Fleet:
             self._transfer_s.pop(worker_id, None)
         elif worker_id in self._transfer_s:  # a slow one is tried again some day, although it is not used meanwhile
             self._transfer_s[worker_id] *= _FADING_PER_HEARTBEAT
+        self._notice_boot(worker_id)
         self._changed.set()
 
     async def wait_for_change(self) -> None:
         """Until a worker appears, goes, or reports."""
         self._changed.clear()
         await self._changed.wait()
+
+    def next_to_join(self) -> asyncio.Event:
+        """Set when a worker joins that was not there, or was restarted. Heartbeats do not count."""
+        return self._joins
 
     def live(self) -> list[WorkerInfo]:
         """All that take requests, of all models."""
@@ -84,7 +88,7 @@ class Fleet:
         if not workers and digest is not None:
             raise Unavailable("no worker with the weights that this request began with is registered")
         excluded = {w.worker_id for w in workers if w.boot_id in exclude}
-        rested = [w for w in workers if not self._is_resting(w)]
+        rested = [w for w in workers if not self._rests.is_resting(w)]
         cached = await self._cached_blocks(request, workers)
         try:
             placement = self._place(request, rested, cached, excluded)
@@ -127,19 +131,21 @@ class Fleet:
         before = self._transfer_s.get(prefill.worker_id, seconds)
         self._transfer_s[prefill.worker_id] = 0.8 * before + 0.2 * seconds
 
-    def failed(self, worker: WorkerInfo) -> None:
-        _, length = self._rests.get(worker.boot_id, (0.0, _FIRST_REST_S / 2))
-        length = min(2 * length, _LONGEST_REST_S)
-        now = time.monotonic()
-        self._rests = {boot: rest for boot, rest in self._rests.items() if rest[0] > now - _LONGEST_REST_S}
-        self._rests[worker.boot_id] = (now + length, length)
+    def failed(self, worker: WorkerInfo, error: TwostrokeError) -> None:
+        self._rests.failed(worker, error)
 
     def succeeded(self, worker: WorkerInfo) -> None:
-        self._rests.pop(worker.boot_id, None)
+        self._rests.succeeded(worker)
 
-    def _is_resting(self, worker: WorkerInfo) -> bool:
-        until, _ = self._rests.get(worker.boot_id, (0.0, 0.0))
-        return time.monotonic() < until
+    def _notice_boot(self, worker_id: WorkerId) -> None:
+        worker, before = self._watcher.workers.get(worker_id), self._boots.pop(worker_id, None)
+        if worker is not None:
+            self._boots[worker_id] = worker.boot_id
+        if before is not None and (worker is None or worker.boot_id != before):
+            self._rests.forget(before)
+        if worker is not None and worker.boot_id != before:
+            self._joins.set()
+            self._joins = asyncio.Event()
 
     async def _cached_blocks(self, request: Request, workers: Collection[WorkerInfo]) -> dict[WorkerId, int]:
         """Leading blocks of the prompt that each worker holds, as far as the index knows. One lookup per kind of worker."""
