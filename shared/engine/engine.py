@@ -8,7 +8,7 @@ sleeps on the condition. Callers may be any threads; the listener is called on t
 step, also when the step only freed blocks.
 
 A runner that is asynchronous gets the next step before the engine waits for the one that it is computing, where the next one can be
-told already (`shared/engine/schedule/lookahead.py`). Then the host works on one step while the device computes another.
+planned already (`shared/engine/schedule/lookahead.py`). Then the CPU prepares one step while the device computes another.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class Engine:
             self._listener(first)
 
     def _fail(self, plan: Plan, ahead: _Step | None, error: Exception) -> None:
-        """Ends the requests at fault, or all of the step if nobody in particular is; the others' tokens are computed again. A step
+        """Ends the requests at fault, or all of the step if it is not known which; the others' tokens are computed again. A step
         that was launched after this one counts for nothing either."""
         if ahead is not None:
             with suppress(Exception):  # it is enough that it has ended: until then it writes to its blocks

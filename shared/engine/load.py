@@ -138,7 +138,7 @@ def _load(config: WorkerConfig, role: Role, device: torch.device) -> _Loaded:
 
 
 def _storage(config: WorkerConfig, role: Role, device: torch.device) -> Storage:
-    """Shared where prefill workers of the same host may write the blocks they hand over straight into the pool."""
+    """Shared where prefill workers of the same machine may write the blocks they hand over straight into the pool."""
     takes_blocks = role is Role.DECODE and config.transport in ("auto", "shm")
     return SharedStorage() if takes_blocks and device.type == "cpu" else zeroed_storage
 

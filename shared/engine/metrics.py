@@ -13,7 +13,7 @@ from shared.process.telemetry import LATENCY_BUCKETS_S
 step_seconds = Histogram("twostroke_step_seconds", "Whole engine steps", buckets=LATENCY_BUCKETS_S)
 step_overhead_seconds = Histogram(
     "twostroke_step_overhead_seconds",
-    "Engine steps less the model's execution: time of the host in which the device has nothing to do",
+    "Engine steps less the model's execution: time in which the device has nothing to do",
     buckets=(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05),
 )
 step_failures = Counter("twostroke_step_failures_total", "Engine steps that raised")

@@ -1,8 +1,8 @@
 """Notices a step that does not end: a device or a driver that hangs leaves the process alive and its connections open.
 
-What is too long depends on the step. Its time is foretold from earlier steps, per token, and a step is stuck when it has lasted
-twenty times that and at least two seconds. Time is counted in ticks of this thread, so that a process that was itself stopped for
-a while is not taken for one that hangs.
+What is too long depends on the step. The time of earlier steps, and of their tokens, predicts it; a step is stuck when it has
+lasted twenty times that and at least two seconds. Time is counted in ticks of this thread, so that a process that was itself
+stopped for a while is not taken for one that hangs.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from shared.kernels.interface import AttentionBatch
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a step's tokens and their keys are, on the host. S sequences, T tokens, all types as in `AttentionBatch`."""
+    """Where a step's tokens and their keys are, in main memory. S sequences, T tokens, all types as in `AttentionBatch`."""
 
     positions: NDArray[np.int64]  # [T]
     slots: NDArray[np.int64]  # [T]

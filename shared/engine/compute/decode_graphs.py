@@ -5,10 +5,10 @@
 
 A graph is a recording of launches with their addresses and numbers. So all that differs between steps is in tensors that stay
 where they are: token ids, positions, slots, context lengths and block tables go in there, logits come out there. What the launches
-take from the host hangs on the batch size and the longest context that may be; the true contexts are read on the device.
+take as arguments depends on the batch size and the longest possible context; the true contexts are read on the device.
 
-A row of padding is token 0 at position 0. Its K and V go to block 0, which belongs to nobody; it sees no keys, and nobody reads
-its logits. All rows of a replay are written before it, padding included: a row left from an earlier step would write to a block
+A row of padding is token 0 at position 0. Its K and V go to the null block, number 0; it sees no keys, and its logits are
+not read. All rows of a replay are written before it, padding included: a row left from an earlier step would write to a block
 that may have another owner by now.
 """
 

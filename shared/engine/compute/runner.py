@@ -38,7 +38,7 @@ class ModelRunner:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether a launched step is computed while the host does something else."""
+        """Whether a launched step is computed while the CPU does something else."""
         return self.pool.device.type == "cuda"
 
     @torch.inference_mode()

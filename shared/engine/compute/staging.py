@@ -1,4 +1,4 @@
-"""Copies between host and device that do not wait for each other.
+"""Copies between main memory and device that do not wait for each other.
 
 A copy is asynchronous only from or to pinned memory; torch's allocator of such memory does not hand a piece out again before the
 copies that use it are done. On a CPU an array and a tensor share memory, and nothing is copied that need not be.
@@ -23,7 +23,7 @@ def copy_in(target: Tensor, array: NDArray[Any]) -> None:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """The tensor's values in host memory. From a GPU they have arrived when a `Fence` that was made after this call is passed."""
+    """The tensor's values in main memory. From a GPU they have arrived when a `Fence` that was made after this call is passed."""
     if tensor.device.type != "cuda":
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -5,7 +5,7 @@
            │   │  │   └ KV heads                           (`shared/kernels/kv_layout.py`)
            │   │  └ K, V
            │   └ layers
-           └ blocks; block 0 belongs to nobody
+           └ blocks; block 0 is the null block
 
 Copies, transfers and checksums are of bytes, whatever the type; `layers` are the typed views of the same memory that kernels
 compute with. The pool does not know who owns blocks: the block manager does. A network thread reads and writes blocks here while

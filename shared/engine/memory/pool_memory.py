@@ -1,4 +1,4 @@
-"""Where a pool's bytes live: memory of this process alone, or anonymous shared memory that other processes of this host can map.
+"""Where a pool's bytes live: memory of this process alone, or anonymous shared memory that other processes of this machine can map.
 
 The shared kind is a memfd. It has no name, so nothing is left behind however the process ends. Its size is sealed: a process that
 was handed it cannot cut it off under the owner's feet.
@@ -33,9 +33,9 @@ class SharedStorage:
         self.fd = os.memfd_create("twostroke-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
     def __call__(self, size_bytes: int, device: torch.device) -> Tensor:
-        """[size_bytes] uint8, zero. Raises ConfigError if the host will not give so much shared memory: later, the first write
+        """[size_bytes] uint8, zero. Raises ConfigError if the machine will not give so much shared memory: later, the first write
         to a page that is not there would kill the process."""
-        assert device.type == "cpu", f"shared storage is host memory, not {device}"
+        assert device.type == "cpu", f"shared storage is main memory, not {device}"
         try:
             os.posix_fallocate(self.fd, 0, size_bytes)
         except OSError as error:

@@ -70,7 +70,7 @@ def gpu_num_blocks(config: WorkerConfig, geometry: KvGeometry, device: torch.dev
 
 def check_pool(num_blocks: int, geometry: KvGeometry, max_model_len: int) -> None:
     """One sequence of max_model_len must fit: otherwise it could never finish."""
-    needed = num_blocks_of(max_model_len, geometry.block_size) + 1  # block 0 belongs to nobody
+    needed = num_blocks_of(max_model_len, geometry.block_size) + 1  # and the null block
     if num_blocks < needed:
         fits = max(0, num_blocks - 1) * geometry.block_size
         raise ConfigError(

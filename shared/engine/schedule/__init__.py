@@ -1,0 +1,13 @@
+"""What the next step computes. Pure: state in, plan out; no clock, no thread, no torch.
+
+in     sequences (add), requests for blocks (reserve, commit), aborts; the samples of the last step
+out    a plan for the next step; events for those who wait
+
+sequence.py        one output of one request: its tokens, how many are computed, its blocks
+scheduler.py       seats, blocks and the token budget of a step, by arrival
+lookahead.py       the step after the one in flight, where it can be told already
+limits.py          what is refused, because it can never be served
+blocks.py          who owns which block
+prefix_cache.py    which blocks can be found by their hash
+plan.py            the values that go in and out
+"""

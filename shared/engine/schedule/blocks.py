@@ -7,9 +7,9 @@ A sequence of 40 tokens with a block size of 16, whose first 32 tokens were foun
     references         2..            2..          1
                   cached prefix, shared      private, written by the next steps
 
-A block is referenced (by one table or more), evictable (nobody reads it, but it can be found by its hash) or empty. Empty
+A block is referenced (by one table or more), evictable (unreferenced, but it can be found by its hash) or empty. Empty
 blocks are handed out first. A block is written only while its reference count is 1: `grow` replaces a shared one by a copy.
-Block 0 belongs to nobody; padding may point there.
+Block 0 is the null block: no sequence owns it, and padding points there.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class BlockManager:
     # --- single blocks
 
     def _fits(self, sequence: Sequence, matched: list[int], num_spare_blocks: int) -> bool:
-        """A matched block that nobody reads is free until it is taken."""
+        """A matched block without references is free until it is taken."""
         num_new = self.num_blocks_for(sequence.num_tokens) - len(matched)
         num_revived = sum(1 for block in matched if self._ref_counts[block] == 0)
         return num_new + num_revived + num_spare_blocks <= self.num_free_blocks

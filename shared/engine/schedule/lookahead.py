@@ -1,7 +1,7 @@
-"""The step after the next: what can be told before the step in flight has sampled.
+"""The step after the one in flight, planned before that one has sampled.
 
     device    step N ........................ | step N + 1 ................... |
-    host      launch N + 1 ... wait for N ....... N's tokens go out, launch N + 2 ... wait for N + 1
+    CPU       launch N + 1 ... wait for N ....... N's tokens go out, launch N + 2 ... wait for N + 1
 
 A step need not know its tokens to be launched, only which sequences it has, where they are and which blocks they may use: the
 tokens can go from one step to the next on the device. So the next step is planned ahead where each sequence of the step in flight
@@ -9,10 +9,10 @@ samples one token and then, whatever that is, just computes it:
 
 - a sequence whose last token this is, by its limits, is left out; one that may end by its token is taken along, and what it
   computes and samples in vain is thrown away;
-- a sequence that forks, is held, has more of its prompt to compute, or whose logits hang on the value of its last token
+- a sequence that forks, is held, has more of its prompt to compute, or whose logits depend on the value of its last token
   (penalties), makes the next step wait.
 
-Whether the scheduler has something better to do with the next step is its own affair.
+The scheduler decides whether it has something better to do with the next step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shared.engine.schedule.sequence import Status
 
 
 def plan_ahead(plan: Plan, max_model_len: int) -> Plan | None:
-    """The continuation of a plan that is in flight; None if it cannot be told yet, or if nothing is left to continue."""
+    """The continuation of a plan that is in flight; None if it cannot be planned yet, or if nothing is left to continue."""
     rows, scheduled = [], []
     for row, item in enumerate(plan.scheduled):
         if not _is_simple(item):

@@ -168,7 +168,7 @@ class Scheduler:
         return plan
 
     def schedule_ahead(self) -> Plan | None:
-        """The step after the one in flight, if that can be told and `schedule` would have nothing better to do than to go on."""
+        """The step after the one in flight, if it can be planned and `schedule` would have nothing better to do than to go on."""
         (plan,) = self._in_flight
         ahead = plan_ahead(plan, self._limits.max_model_len)
         if ahead is None or self._others_are_due(plan, ahead):
@@ -199,8 +199,8 @@ class Scheduler:
 
     def discard(self, plan: Plan) -> None:
         """The step failed and counts for nothing, nor does one made ahead of its end: those in it that have been aborted give their
-        blocks back, the others are due again. One of these whose block was to be copied starts over, because nobody knows whether
-        the copy was made."""
+        blocks back, the others are due again. One of these whose block was to be copied starts over, because it is not known
+        whether the copy was made."""
         assert plan is self._in_flight[0], "another plan has been in flight for longer"
         self._in_flight.clear()
         targets = {target for _, target in plan.copies}
