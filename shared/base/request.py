@@ -14,6 +14,7 @@ from shared.base.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_N = 128
+_LOWEST_TEMPERATURE = 1e-5  # below it the best token is taken, as in vLLM: to divide by less overflows
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class SamplingParams:
     max_tokens: int = 16
     temperature: float = 1.0
     top_k: int = 0  # 0: off
-    top_p: float = 1.0
+    top_p: float = 1.0  # 1: off; 0: the best token alone
     min_p: float = 0.0
     seed: int = 0  # 64 bits; the router draws one for a request that has none
     presence_penalty: float = 0.0
@@ -39,7 +40,7 @@ class SamplingParams:
         _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
         _check("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "between 0 and 100")
         _check("top_k", self.top_k, self.top_k >= 0, "0 (off) or more")
-        _check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
+        _check("top_p", self.top_p, 0.0 <= self.top_p <= 1.0, "between 0 and 1")
         _check("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "between 0 and 1")
         _check("seed", self.seed, 0 <= self.seed < 2**64, "a 64-bit unsigned integer")
         for name in ("presence_penalty", "frequency_penalty"):
@@ -55,7 +56,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < _LOWEST_TEMPERATURE or self.top_p == 0.0
 
     @property
     def has_penalties(self) -> bool:

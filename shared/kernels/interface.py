@@ -96,9 +96,9 @@ class Kernels(Protocol):
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """Chooses one token per row of logits [N, V] float32 (may be overwritten). Returns [N] int64.
 
-        Order of work: temperature, top-k, top-p, min-p, then inverse-CDF with `batch.uniforms` over the tokens in vocabulary
-        order. Rows with temperature 0 take the largest logit (the lowest id among equals). Penalties, bias and masks are already
-        in the logits.
+        Order of work: temperature, min-p, top-k, top-p (of the mass that the two before left), then inverse-CDF with
+        `batch.uniforms` over the tokens in vocabulary order. Of equal logits the lower id is the better one: top-k keeps k tokens
+        and not more. Rows with temperature 0 take the best one. Penalties, bias and masks are already in the logits.
         """
 
 
@@ -108,7 +108,7 @@ class SamplingBatch:
 
     temperature: Tensor  # [N] float32, 0: greedy
     top_k: Tensor  # [N] int64, 0: off
-    top_p: Tensor  # [N] float32, 1: off
+    top_p: Tensor  # [N] float32, 1: off; 0: the best token alone
     min_p: Tensor  # [N] float32, 0: off
     uniforms: Tensor  # [N] float32 in [0, 1): a pure function of (seed, position)
     all_greedy: bool

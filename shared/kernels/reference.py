@@ -89,7 +89,7 @@ class ReferenceKernels:
         is_greedy = batch.temperature == 0
         logits = logits / torch.where(is_greedy, 1.0, batch.temperature).unsqueeze(1)
         if batch.needs_filter:
-            logits = logits.masked_fill(logits < _threshold(logits, batch), -torch.inf)
+            logits = logits.masked_fill(~_kept(logits, batch), -torch.inf)
         # Double precision, so that each device puts the borders between tokens at the same place, up to a float32's rounding.
         cdf = logits.softmax(-1).double().cumsum(-1)
         drawn = torch.searchsorted(cdf, batch.uniforms.double().unsqueeze(1) * cdf[:, -1:], right=True).squeeze(1)
@@ -143,17 +143,15 @@ def _attend(
     return mixed.permute(1, 3, 0, 2, 4).reshape(-1, num_queries, num_heads, head_dim)
 
 
-def _threshold(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """The smallest logit of each row that top-k, top-p and min-p leave, [N, 1]. A threshold rather than a rank: equal logits
-    share a fate, so that no result depends on how a device's sort breaks ties."""
-    ordered = logits.sort(dim=-1, descending=True).values
-    vocab_size = logits.shape[1]
-    k = torch.where(batch.top_k == 0, vocab_size, batch.top_k).clamp(max=vocab_size)
-    top_k = ordered.gather(1, k.unsqueeze(1) - 1)
-    probs = ordered.masked_fill(ordered < top_k, -torch.inf).softmax(-1)
-    before = probs.double().cumsum(-1) - probs  # mass of the better tokens; the best one always stays
-    kept = ((before < batch.top_p.unsqueeze(1)) | (batch.top_p.unsqueeze(1) == 1.0)) & (probs > 0)
-    kept[:, 0] = True
-    top_p = ordered.gather(1, kept.sum(1, keepdim=True) - 1)
-    min_p = ordered[:, :1] + batch.min_p.unsqueeze(1).log()  # p / p_max >= min_p; log 0 is -inf: off
-    return torch.maximum(top_p, min_p)
+def _kept(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """[N, V]: which tokens min-p, top-k and top-p leave, each taken from what the one before left. Of equal logits the lower id is
+    the better one, so that no result depends on how a device's sort breaks ties."""
+    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(logits.shape[1], device=logits.device)
+    kept = ordered >= ordered[:, :1] + batch.min_p.unsqueeze(1).log()  # p / p_max >= min_p; log 0 is -inf: off
+    kept &= (ranks < batch.top_k.unsqueeze(1)) | (batch.top_k == 0).unsqueeze(1)
+    probs = ordered.masked_fill(~kept, -torch.inf).softmax(-1).double()
+    before = probs.cumsum(-1) - probs  # mass of the better tokens
+    kept &= (before < batch.top_p.unsqueeze(1)) | (batch.top_p == 1.0).unsqueeze(1)
+    kept[:, 0] = True  # the best one always stays
+    return torch.zeros_like(kept).scatter_(1, ids, kept)

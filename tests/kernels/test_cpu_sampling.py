@@ -57,10 +57,25 @@ def test_rows_of_one_batch_keep_their_own_parameters() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_equal_logits_share_a_fate_and_greedy_takes_the_lowest_id(temperature: float) -> None:
-    logits = random_logits(16, 300, seed=6).round()
-    for top_k, top_p in [(0, 1.0), (4, 1.0), (0, 0.6), (7, 0.5)]:
-        same_tokens(logits, sampling(16, temperature, top_k, top_p))
+def test_of_equal_logits_the_lower_ids_stay(temperature: float) -> None:
+    logits = random_logits(64, 300, seed=6).round()
+    for top_k, top_p, min_p in [(0, 1.0, 0.0), (4, 1.0, 0.0), (0, 0.6, 0.0), (7, 0.5, 0.0), (9, 0.9, 0.1), (0, 1.0, 0.2)]:
+        same_tokens(logits, sampling(64, temperature, top_k, top_p, min_p))
+
+
+def test_min_p_goes_before_top_k_and_top_p() -> None:
+    logits = torch.tensor([0.5, 0.2, 0.1, 0.1, 0.05, 0.05]).log().repeat(100, 1)
+    uniforms = (torch.arange(100) + 0.5) / 100
+    for kept, filters in [
+        ({0, 1, 2}, {"top_p": 0.85, "min_p": 0.15}),
+        ({0, 1, 2, 3}, {"min_p": 0.15}),
+        ({0, 1}, {"top_k": 3, "min_p": 0.3}),
+        ({0, 1, 2}, {"top_k": 3, "min_p": 0.15}),
+        ({0}, {"top_p": 0.0}),
+    ]:
+        batch = sampling(100, uniforms=uniforms, **filters)
+        assert set(cpu_kernels().sample(logits.clone(), batch).tolist()) == kept
+        same_tokens(logits, batch)
 
 
 def test_masked_tokens_are_never_chosen() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -189,6 +190,8 @@ def sampling_batch(
         (1.0, 0, 1e-6, 0.0),
         (1.0, 0, 1.0, 0.1),
         (0.8, 12, 0.9, 0.05),
+        (1.0, 0, 0.9, 0.15),
+        (1.5, 5, 0.8, 0.3),
         (1.0, 500, 1.0, 1.0),
     ],
 )
@@ -197,9 +200,9 @@ def test_sampled_frequencies_equal_transformers_probabilities(temperature: float
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(5)) * 2
     scores = TemperatureLogitsWarper(temperature)(None, logits)
     for used, warper in (
+        (min_p > 0.0, lambda: MinPLogitsWarper(min_p)),
         (top_k > 0, lambda: TopKLogitsWarper(top_k)),
         (top_p < 1.0, lambda: TopPLogitsWarper(top_p)),
-        (min_p > 0.0, lambda: MinPLogitsWarper(min_p)),
     ):
         scores = warper()(None, scores) if used else scores
     batch = sampling_batch(num_rows, temperature, top_k, top_p, min_p)
@@ -225,10 +228,29 @@ def test_greedy_rows_take_the_lowest_of_equal_logits_also_next_to_sampled_rows()
     assert KERNELS.sample(logits, mixed)[1] == 4
 
 
-def test_equal_logits_at_the_border_of_a_filter_share_their_fate() -> None:
+def test_of_equal_logits_at_the_border_of_a_filter_the_lower_ids_stay() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 0.0]]).repeat(1000, 1)
-    assert set(KERNELS.sample(logits, sampling_batch(1000, top_k=2)).tolist()) == {0, 1, 2}
-    assert set(KERNELS.sample(logits, sampling_batch(1000, top_p=0.7)).tolist()) == {0, 1, 2}
+    assert set(KERNELS.sample(logits, sampling_batch(1000, top_k=2)).tolist()) == {0, 1}
+    assert set(KERNELS.sample(logits, sampling_batch(1000, top_p=0.7)).tolist()) == {0, 1}
+    assert set(KERNELS.sample(logits.flip(1), sampling_batch(1000, top_k=2)).tolist()) == {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("filters", "kept"),
+    [
+        ({"top_p": 0.85, "min_p": 0.15}, {0, 1, 2}),  # of 0.9, not of 1
+        ({"top_p": 0.85}, {0, 1, 2, 3}),
+        ({"min_p": 0.15}, {0, 1, 2, 3}),
+        ({"min_p": 0.15, "top_k": 3}, {0, 1, 2}),
+        ({"min_p": 0.3, "top_k": 3}, {0, 1}),
+        ({"top_p": 0.0}, {0}),
+        ({"top_k": 1}, {0}),
+        ({"min_p": 1.0}, {0}),
+    ],
+)
+def test_min_p_goes_before_top_k_and_top_p(filters: dict[str, Any], kept: set[int]) -> None:
+    logits = torch.tensor([[0.5, 0.2, 0.1, 0.1, 0.05, 0.05]]).log().repeat(1000, 1)
+    assert set(KERNELS.sample(logits, sampling_batch(1000, **filters)).tolist()) == kept
 
 
 # Choice of a backend

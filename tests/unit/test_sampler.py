@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from shared.base.request import Request, SamplingParams, choice_seed
-from shared.engine.compute.penalties import adjust_logits
+from shared.engine.compute.penalties import adjust_logits, needs_adjusting
 from shared.engine.compute.sampler import NotFiniteLogits, Sampler
 from shared.engine.compute.uniform import uniforms
 from shared.engine.schedule.plan import SampledToken, ScheduledSequence
@@ -107,6 +107,43 @@ def test_sampled_tokens_follow_the_softmax() -> None:
     expected = (logits[0] / 0.8).softmax(-1).numpy()
     variation = 0.5 * np.abs(np.bincount(tokens, minlength=VOCAB_SIZE) / n - expected).sum()
     assert variation < 0.04  # sqrt(40 / 8000) / 2.5 is what 40 independent counts give
+
+
+@pytest.mark.parametrize(
+    ("filters", "kept"),
+    [
+        ({"min_p": 0.3}, {0, 1}),
+        ({"top_k": 1}, {0}),
+        ({"top_p": 0.5}, {0}),
+        ({"top_p": 0.85, "min_p": 0.15}, {0, 1, 2}),
+        ({}, set(range(6))),
+    ],
+)
+def test_each_filter_restricts_alone_and_min_p_goes_first(filters: dict[str, float], kept: set[int]) -> None:
+    logits = torch.tensor([[0.5, 0.2, 0.1, 0.1, 0.05, 0.05]]).log().repeat(300, 1)
+    sampled = ids_of(sample(logits, *[item(seed=i, **filters) for i in range(300)]))
+    assert {token_id for (token_id,) in sampled} == kept
+
+
+def test_a_greedy_row_beside_one_with_a_filter_and_a_filter_of_a_greedy_row_change_nothing() -> None:
+    logits = random_logits(2, seed=21)
+    best = logits.argmax(-1).tolist()
+    assert ids_of(sample(logits, item(temperature=0.0, min_p=0.9), item(temperature=0.0, top_k=1))) == [[best[0]], [best[1]]]
+    assert ids_of(sample(logits, item(temperature=0.0), item(top_k=1)))[0] == [best[0]]
+
+
+@pytest.mark.parametrize("cold", [{"temperature": t} for t in (0.0, 5e-324, 1.18e-38, 1e-30, 9.99e-6)] + [{"top_p": 0.0}])
+def test_a_temperature_near_zero_and_a_top_p_of_zero_are_greedy(cold: dict[str, float]) -> None:
+    logits = random_logits(50, seed=22) / 1000
+    logits[0] *= 1e36  # would overflow
+    sampled = ids_of(sample(logits, *[item(seed=i, **cold) for i in range(50)]))
+    assert sampled == [[token_id] for token_id in logits.argmax(-1).tolist()]
+
+
+def test_the_lowest_temperature_that_is_one_draws() -> None:
+    logits = torch.zeros(1, VOCAB_SIZE).repeat(200, 1)
+    drawn = {i for (i,) in ids_of(sample(logits, *[item(seed=i, temperature=1e-5) for i in range(200)]))}
+    assert len(drawn) > VOCAB_SIZE // 2
 
 
 def test_the_same_seed_and_position_give_the_same_token_whatever_shares_the_step() -> None:
@@ -209,6 +246,41 @@ def test_presence_and_frequency_penalties_and_bias_follow_openais_formula_over_t
     torch.testing.assert_close(adjusted, expected)
 
 
+def test_bias_comes_before_penalties_and_the_repetition_penalty_before_the_others() -> None:
+    logits = torch.full((1, VOCAB_SIZE), -1.0)
+    asked = item(output=(9, 9), logit_bias={9: 3.0}, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    adjusted = logits.clone()
+    adjust_logits(adjusted, [asked])
+    assert adjusted[0, 9] == (-1.0 + 3.0) / 2.0 - 0.5 - 2 * 0.25
+    assert adjusted[0, 1] == -1.0 * 2.0  # in the prompt
+    assert adjusted[0, 30] == -1.0
+
+
+def test_no_bias_and_no_penalty_lifts_the_mask_of_a_stop_token() -> None:
+    logits = random_logits(1, seed=23)
+    best = int(logits.argmax())
+    options: dict[str, Any] = {"min_tokens": 1, "stop_token_ids": (best,), "logit_bias": {best: 100.0}, "repetition_penalty": 0.5}
+    adjusted = logits.clone()
+    adjust_logits(adjusted, [item(**options)])
+    assert adjusted[0, best] == -math.inf
+    assert ids_of(sample(logits, item(temperature=0.0, **options))) != [[best]]
+
+
+def test_each_adjustment_is_made_where_it_alone_is_asked_for() -> None:
+    logits = random_logits(1, seed=24).abs() + 1
+    for options in (
+        {"logit_bias": {1: 2.0}}, {"repetition_penalty": 1.5}, {"presence_penalty": 1.0}, {"frequency_penalty": 1.0},
+        {"min_tokens": 2, "stop_token_ids": (1,)},
+    ):  # fmt: skip
+        asked = item(output=(1,), **options)
+        assert needs_adjusting(asked)
+        adjusted = logits.clone()
+        adjust_logits(adjusted, [asked])
+        assert adjusted[0, 1] != logits[0, 1]
+    for options in ({}, {"min_tokens": 1, "stop_token_ids": (1,)}, {"min_tokens": 2}, {"stop_token_ids": (1,)}):
+        assert not needs_adjusting(item(output=(1,), **options))
+
+
 def test_stop_tokens_are_masked_until_min_tokens_are_out() -> None:
     logits = random_logits(1, seed=10)
     order = logits[0].argsort(descending=True).tolist()
@@ -250,3 +322,21 @@ def test_logits_that_are_not_finite_are_refused_and_the_requests_named(bad: floa
     assert launched.max() < VOCAB_SIZE
     with pytest.raises(NotFiniteLogits):
         sample(torch.full((1, VOCAB_SIZE), -math.inf), item(**sampling))
+
+
+@pytest.mark.parametrize(
+    ("size", "sampling"),
+    [
+        (1e35, {"temperature": 2e-5}),
+        (-1e35, {"temperature": 2e-5}),
+        (1e38, {"repetition_penalty": 0.1}),
+        (3.4e38, {"logit_bias": {1: 0.0}, "temperature": 0.9}),
+    ],
+)
+def test_scores_that_overflow_after_a_penalty_or_the_division_are_refused(size: float, sampling: dict[str, Any]) -> None:
+    logits = torch.full((2, VOCAB_SIZE), size)
+    with pytest.raises(NotFiniteLogits) as caught:
+        sample(logits, item("broken", **sampling), item("fine", temperature=0.0))
+    assert caught.value.request_ids == ["broken"]
+    fine = {name: value for name, value in sampling.items() if name == "logit_bias"}
+    assert len(sample(logits, item(temperature=2.0, **fine), item(temperature=0.0))) == 2

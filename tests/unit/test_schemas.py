@@ -95,7 +95,7 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
     ("fields", "param"),
     [
         ({"temperature": -1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"n": 0}, "n"),
         ({"seed": 2**64 - 1, "min_tokens": 17}, "min_tokens"),

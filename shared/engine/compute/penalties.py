@@ -1,7 +1,7 @@
 """What changes logits before sampling, for the rows of a step that ask for it.
 
-In this order: repetition penalty (Keskar et al. 2019, CTRL) over prompt and output; logit bias, presence and frequency penalty over
-the output, as OpenAI defines them; and a mask on stop tokens while fewer than min_tokens are out.
+In this order, which is vLLM's: a mask on stop tokens while fewer than min_tokens are out; logit bias; repetition penalty (Keskar et
+al. 2019, CTRL) over prompt and output; presence and frequency penalty over the output, as OpenAI defines them.
 
 Each kind is one list of (row, token id, value) for the whole step and one operation on the logits.
 """
@@ -29,27 +29,31 @@ def adjust_logits(logits: Tensor, rows: Sequence[ScheduledSequence]) -> None:
     """Changes logits [N, V] float32 in place; row i belongs to rows[i]. Biased or stop ids outside the vocabulary can never be
     sampled and are passed over."""
     vocab_size = logits.shape[1]
-    repeated, added, masked = _Entries(vocab_size), _Entries(vocab_size), _Entries(vocab_size)
+    biased, repeated, penalized = _Entries(vocab_size), _Entries(vocab_size), _Entries(vocab_size)
     for row, scheduled in enumerate(rows):
         sequence, sampling = scheduled.sequence, scheduled.sequence.request.sampling
+        if _is_stop_masked(scheduled):
+            biased.add(row, np.unique(np.array(sampling.stop_token_ids)), -np.inf)
+        if sampling.logit_bias:
+            biased.add(row, np.array(list(sampling.logit_bias)), np.array(list(sampling.logit_bias.values())))
         if sampling.repetition_penalty != 1.0:
             repeated.add(row, np.unique(np.array(sequence.token_ids)), sampling.repetition_penalty)
         if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
             ids, counts = np.unique(np.array(sequence.token_ids[sequence.request.num_prompt_tokens :]), return_counts=True)
-            added.add(row, ids, -sampling.presence_penalty - sampling.frequency_penalty * counts)
-        if sampling.logit_bias:
-            added.add(row, np.array(list(sampling.logit_bias)), np.array(list(sampling.logit_bias.values())))
-        if _is_stop_masked(scheduled):
-            masked.add(row, np.unique(np.array(sampling.stop_token_ids)), -np.inf)
+            penalized.add(row, ids, -sampling.presence_penalty - sampling.frequency_penalty * counts)
 
+    _add(logits, biased)
     if repeated:
         where, penalty = repeated.tensors(logits.device)
         score = logits[where]
         logits[where] = torch.where(score > 0, score / penalty, score * penalty)
-    for entries in (added, masked):
-        if entries:
-            where, value = entries.tensors(logits.device)
-            logits.index_put_(where, value, accumulate=True)
+    _add(logits, penalized)
+
+
+def _add(logits: Tensor, entries: _Entries) -> None:
+    if entries:
+        where, value = entries.tensors(logits.device)
+        logits.index_put_(where, value, accumulate=True)
 
 
 def _is_stop_masked(scheduled: ScheduledSequence) -> bool:

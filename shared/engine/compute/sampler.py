@@ -1,16 +1,16 @@
 """From logits to tokens.
 
     1  log-probabilities of the raw logits, for rows that ask
-    2  penalties, bias, masks                         (shared/engine/compute/penalties.py)
+    2  masks, bias, penalties                         (shared/engine/compute/penalties.py)
     3  repeat rows of sequences that fork into n outputs
     4  temperature, filters, draw                     (Kernels.sample, with counter-based numbers)
 
-Rows whose logits are not finite are refused: a backend may make any token of them.
+Rows whose logits are not finite, from the model on or after being penalized and divided by the temperature, are refused: a backend
+may make any token of them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,12 +26,14 @@ from shared.engine.compute.uniform import uniforms
 from shared.engine.schedule.plan import SampledToken, ScheduledSequence
 from shared.kernels.interface import Kernels, SamplingBatch
 
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
 
 class NotFiniteLogits(Internal):
-    """The model gave NaN or infinity for some requests; any token made from that would be garbage."""
+    """NaN or infinity for some requests, by the model or by a penalty or temperature; any token made from that would be garbage."""
 
     def __init__(self, request_ids: list[str]) -> None:
-        super().__init__(f"the model's logits are not finite for request {', '.join(request_ids)}")
+        super().__init__(f"the logits are not finite for request {', '.join(request_ids)}")
         self.request_ids = request_ids
 
 
@@ -52,7 +54,7 @@ class Samples:
     scheduled: Sequence[ScheduledSequence]
     token_ids: Tensor  # [N] int64, on the device: num_samples of each sequence, in the plan's order
     host_token_ids: Tensor  # [N]
-    largest: Tensor  # [R], main memory: greatest logit of each row; NaN if any is, infinite if one is or none is finite
+    largest: Tensor  # [R], main memory: greatest adjusted logit of each row; NaN if any is, infinite if one is or none is finite
     logprobs: _Logprobs | None
     fence: Fence
 
@@ -63,7 +65,7 @@ class Samples:
         """num_samples tokens for every scheduled sequence. Raises NotFiniteLogits."""
         self.fence.wait()
         rows = [s for s in self.scheduled if s.num_samples]
-        bad = [s.sequence.id for s, value in zip(rows, self.largest.tolist(), strict=True) if not math.isfinite(value)]
+        bad = [s.sequence.id for s, value in zip(rows, self.largest.tolist(), strict=True) if not _is_usable(value, s)]
         if bad:
             raise NotFiniteLogits(bad)
         tokens = iter([SampledToken(token_id) for token_id in self.host_token_ids.tolist()])
@@ -80,9 +82,10 @@ class Sampler:
     def launch(self, logits: Tensor, scheduled: Sequence[ScheduledSequence]) -> Samples:
         """logits [R, V] float32, one row per scheduled sequence with num_samples > 0, in order; may be overwritten."""
         rows = [s for s in scheduled if s.num_samples]
-        largest = to_host(logits.amax(-1))
         asking = [i for i, s in enumerate(rows) if s.sequence.request.sampling.num_logprobs is not None]
         raw = logits[_index(asking, logits.device)].log_softmax(-1) if asking else None
+        _adjust(logits, rows)
+        largest = to_host(logits.amax(-1))
         token_ids = self._choose(logits, rows)
         logprobs = None if raw is None else _logprobs(raw, token_ids, rows, asking)
         return Samples(scheduled, token_ids, to_host(token_ids), largest, logprobs, Fence(logits.device))
@@ -91,18 +94,28 @@ class Sampler:
         """[N]: num_samples token ids for each row."""
         if not rows:
             return torch.empty(0, dtype=torch.int64, device=logits.device)
-        adjusted = [i for i, s in enumerate(rows) if needs_adjusting(s)]
-        if adjusted:
-            index = _index(adjusted, logits.device)
-            part = logits[index]
-            adjust_logits(part, [rows[i] for i in adjusted])
-            logits[index] = part
         owners = _owners(rows)
         if len(owners) > len(rows):
             logits = logits[_index(owners, logits.device)]
         token_ids = self._kernels.sample(logits, _sampling_batch(rows, logits.device))
         # Of logits that are not finite any number may come, and it is used as an index before it is refused.
         return token_ids.clamp_(0, logits.shape[1] - 1)
+
+
+def _adjust(logits: Tensor, rows: Sequence[ScheduledSequence]) -> None:
+    """In place, the rows that ask for it."""
+    adjusted = [i for i, s in enumerate(rows) if needs_adjusting(s)]
+    if adjusted:
+        index = _index(adjusted, logits.device)
+        part = logits[index]
+        adjust_logits(part, [rows[i] for i in adjusted])
+        logits[index] = part
+
+
+def _is_usable(largest: float, scheduled: ScheduledSequence) -> bool:
+    """Whether a row's greatest logit is a number, also after the division by its temperature. NaN fails the comparison."""
+    sampling = scheduled.sequence.request.sampling
+    return abs(largest) <= _LARGEST_FLOAT32 * (1.0 if sampling.is_greedy else min(sampling.temperature, 1.0))
 
 
 def _owners(rows: Sequence[ScheduledSequence]) -> list[int]:
@@ -118,7 +131,7 @@ def _sampling_batch(rows: Sequence[ScheduledSequence], device: torch.device) -> 
             seeds.append(choice_seed(params[-1].seed, choice))
             positions.append(s.end)
     columns = np.empty((4, len(params)), np.float32)
-    columns[:3] = np.array([(p.temperature, p.top_p, p.min_p) for p in params]).T
+    columns[:3] = np.array([(0.0 if p.is_greedy else p.temperature, p.top_p, p.min_p) for p in params]).T
     columns[3] = uniforms(seeds, positions)
     temperature, top_p, min_p, drawn = to_device(columns, device)
     return SamplingBatch(

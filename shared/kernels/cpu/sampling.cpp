@@ -1,6 +1,6 @@
-// Sampling, row by row: find the smallest logit that top-k, top-p and min-p leave, then walk the cumulative probabilities of what is
-// left, in vocabulary order, up to the row's uniform number. Nothing is sorted: thresholds come from quickselect, in time linear
-// in the vocabulary. Equal logits share a fate.
+// Sampling, row by row: find where min-p, top-k and top-p cut, then walk the cumulative probabilities of what is left, in vocabulary
+// order, up to the row's uniform number. Nothing is sorted: cuts come from quickselect, in time linear in the vocabulary. Of equal
+// logits the lower id is the better one.
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -40,18 +40,35 @@ int64_t argmax_of(const float* logits, int64_t size) {
   return found == logits + size ? 0 : found - logits;  // not found: all are NaN
 }
 
-// The logit of the k-th largest.
-float top_k_threshold(const float* logits, int64_t size, int64_t k) {
+// Where the filters cut: better logits than `logit` stay, and of those equal to it the first `num_equal`.
+struct Cut {
+  float logit;
+  int64_t num_equal;
+};
+
+constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
+
+// min-p, then top-k: k tokens stay, if min-p leaves so many.
+Cut first_cut(const float* logits, int64_t size, float floor, int64_t k) {
   static thread_local std::vector<float> copy;
-  if (k <= 0 || k >= size) return kNothing;
+  if (k <= 0 || k >= size) return {floor, kAll};
   copy.assign(logits, logits + size);
   std::nth_element(copy.begin(), copy.begin() + (k - 1), copy.end(), std::greater<float>());
-  return copy[k - 1];
+  const float kth = copy[k - 1];
+  if (kth < floor) return {floor, kAll};
+  return {kth, k - int64_t(std::count_if(copy.begin(), copy.begin() + k, [&](float x) { return x > kth; }))};
 }
 
-// The logit at which the weights, summed from the largest logit downwards, first reach `target`: quickselect by mass.
-float mass_threshold(Candidate* begin, Candidate* end, double target) {
-  float threshold = kNothing;
+// How many of equal weights it takes to reach `target`, at least one.
+int64_t num_reaching(double weight, double target, int64_t num_equal) {
+  int64_t count = 1;
+  for (double mass = weight; mass < target && count < num_equal; ++count) mass += weight;
+  return count;
+}
+
+// The fewest best candidates whose weights reach `target`: quickselect by mass.
+Cut mass_cut(Candidate* begin, Candidate* end, double target) {
+  Cut cut = {kNothing, kAll};
   while (begin < end) {
     const float pivot = begin[(end - begin) / 2].logit;
     Candidate* equal = std::partition(begin, end, [&](const Candidate& c) { return c.logit > pivot; });
@@ -63,28 +80,30 @@ float mass_threshold(Candidate* begin, Candidate* end, double target) {
       end = equal;
       continue;
     }
-    threshold = pivot;
+    cut = {pivot, num_reaching(equal->weight, target - above_mass, below - equal)};
     if (above_mass + equal_mass >= target) break;
     target -= above_mass + equal_mass;
     begin = below;
   }
-  return threshold;
+  return cut;
 }
 
-// The smallest logit of the fewest best tokens whose probabilities reach top_p. Only logits from `floor` up count.
-float top_p_threshold(const float* logits, int64_t size, float largest, float floor, float top_p) {
+// top-p of what `cut` leaves.
+Cut top_p_cut(const float* logits, int64_t size, float largest, const Cut& cut, float top_p) {
   static thread_local std::vector<Candidate> candidates;
-  if (top_p >= 1.0f) return kNothing;
+  if (top_p >= 1.0f) return cut;
   candidates.clear();
   double total = 0.0;
+  int64_t num_equal = 0;
   for (int64_t i = 0; i < size; ++i) {
-    if (logits[i] < floor || logits[i] == kNothing) continue;
+    if (logits[i] < cut.logit || logits[i] == kNothing) continue;
+    if (logits[i] == cut.logit && ++num_equal > cut.num_equal) continue;
     candidates.push_back({logits[i], exp_nonpositive(logits[i] - largest)});
     total += candidates.back().weight;
   }
   // A target of 0 would keep nothing; the best token always stays.
   const double target = std::max(double(top_p) * total, double(std::numeric_limits<float>::min()));
-  return mass_threshold(candidates.data(), candidates.data() + candidates.size(), target);
+  return mass_cut(candidates.data(), candidates.data() + candidates.size(), target);
 }
 
 // The first token at which the cumulative weight exceeds uniform * total.
@@ -113,18 +132,32 @@ int64_t draw(const float* weights, int64_t size, float uniform) {
   return last_possible;  // rounding moved the end of the last run by a hair
 }
 
+// Logits become weights, 0 for those that `cut` leaves out.
+void weigh(float* logits, int64_t size, float largest, const Cut& cut) {
+  const float threshold = cut.logit;
+  if (cut.num_equal != kAll) {
+    int64_t num_equal = 0;
+#pragma omp simd reduction(+ : num_equal)
+    for (int64_t i = 0; i < size; ++i) num_equal += logits[i] == threshold;
+    for (int64_t i = size - 1; num_equal > cut.num_equal; --i) {
+      if (logits[i] != threshold) continue;
+      logits[i] = kNothing;
+      --num_equal;
+    }
+  }
+#pragma omp simd
+  for (int64_t i = 0; i < size; ++i)
+    logits[i] = logits[i] < threshold || logits[i] == kNothing ? 0.0f : exp_nonpositive(logits[i] - largest);
+}
+
 // Overwrites the logits.
 int64_t sample_row(float* logits, int64_t size, const Row& row) {
   if (row.temperature == 0.0f) return argmax_of(logits, size);
 #pragma omp simd
   for (int64_t i = 0; i < size; ++i) logits[i] = logits[i] / row.temperature;
   const float largest = largest_of(logits, size);
-  float threshold = top_k_threshold(logits, size, row.top_k);
-  threshold = std::max(threshold, top_p_threshold(logits, size, largest, threshold, row.top_p));
-  threshold = std::max(threshold, largest + std::log(row.min_p));
-#pragma omp simd
-  for (int64_t i = 0; i < size; ++i)
-    logits[i] = logits[i] < threshold || logits[i] == kNothing ? 0.0f : exp_nonpositive(logits[i] - largest);
+  const Cut cut = first_cut(logits, size, largest + std::log(row.min_p), row.top_k);
+  weigh(logits, size, largest, top_p_cut(logits, size, largest, cut, row.top_p));
   return draw(logits, size, row.uniform);
 }
 

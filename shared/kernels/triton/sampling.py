@@ -1,12 +1,12 @@
 """Sampling without sorting: one program per row, several passes over its logits.
 
 1. The largest logit and its lowest id; a greedy row ends here.
-2. The threshold that top-k, then top-p leave: the largest key t such that the tokens with key >= t are at least k, or have at
-   least p of the mass. Found by bisection over keys, 32-bit integers ordered as the logits are: exact, at most 32 passes, and
-   equal logits share a fate. A token passes top-p exactly if the mass of strictly better tokens is below p.
+2. Where min-p, then top-k, then top-p cut: a key, and how many of the tokens that have it stay, those with the lowest ids. Keys are
+   32-bit integers ordered as the logits are. The cut of top-k or top-p is the largest key t such that the tokens with key >= t are
+   at least k, or have at least p of the mass: found by bisection over keys, exact, at most 32 passes.
 3. Inverse CDF in vocabulary order: tiles are summed until the drawn mass is passed; only that tile is scanned.
 
-weight(x) = exp((x - max) / temperature), so the best token weighs 1 and min-p is a plain comparison.
+weight(x) = exp((x - max) / temperature), so the best token weighs 1.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -87,9 +87,8 @@ def top_k_threshold(logits, vocab_size, k, best_key, TILE: tl.constexpr):
 
 
 @triton.jit
-def top_p_threshold(logits, vocab_size, p, floor_key, best_key, best_logit, temperature, TILE: tl.constexpr):
-    """The largest key whose tokens have at least p of the mass that reaches `floor_key`."""
-    wanted = p * mass_from(logits, vocab_size, floor_key, best_logit, temperature, TILE)
+def top_p_threshold(logits, vocab_size, wanted, floor_key, best_key, best_logit, temperature, TILE: tl.constexpr):
+    """The largest key whose tokens have at least the mass `wanted`, from `floor_key` up."""
     low, high = floor_key, best_key + 1
     while high - low > 1:
         middle = (low + high) >> 1
@@ -101,33 +100,86 @@ def top_p_threshold(logits, vocab_size, p, floor_key, best_key, best_logit, temp
 
 
 @triton.jit
-def kept_weights(x, threshold, min_p, best_logit, temperature):
-    weight = tl.exp((x - best_logit) / temperature)
-    return tl.where((float_key(x) >= threshold) & (weight >= min_p), weight, 0.0)
+def weight_of_key(key, best_logit, temperature):
+    """Of a token with this key: `float_key` is its own inverse."""
+    bits = key.to(tl.int32)
+    x = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return tl.exp((x - best_logit) / temperature)
 
 
 @triton.jit
-def draw(logits, vocab_size, uniform, threshold, min_p, best_logit, best, temperature, TILE: tl.constexpr):
+def id_of_equal(logits, vocab_size, key, count, TILE: tl.constexpr):
+    """The id of the count-th token that has this key, or vocab_size if there are fewer."""
+    start, seen = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)
+    found = tl.full([], 0, tl.int32) + vocab_size
+    while (start < vocab_size) & (found == vocab_size):
+        token, x = load_tile(logits, start, vocab_size, TILE)
+        equal = ((float_key(x) == key) & (token < vocab_size)).to(tl.int32)
+        reached = (tl.cumsum(equal, 0).to(tl.int64) + seen >= count) & (equal == 1)
+        found = tl.min(tl.where(reached, token, vocab_size), 0)
+        seen += tl.sum(equal, 0)
+        start += TILE
+    return found
+
+
+@triton.jit
+def cut(logits, vocab_size, min_p, top_k, top_p, best_logit, temperature, TILE: tl.constexpr):
+    """(key, id): tokens with a larger key stay, and those with this key up to this id."""
+    best_key = float_key(best_logit).to(tl.int64)
+    threshold, num_equal = tl.full([], LOWEST_KEY, tl.int64), tl.full([], 0, tl.int64) + vocab_size
+    if min_p > 0:
+        threshold = tl.minimum(float_key(best_logit + temperature * tl.log(min_p)).to(tl.int64), best_key)
+    if (top_k > 0) & (top_k < vocab_size):
+        kth = top_k_threshold(logits, vocab_size, top_k, best_key, TILE)
+        if kth >= threshold:
+            threshold = kth
+            num_equal = top_k - count_from(logits, vocab_size, kth + 1, TILE)
+    if top_p < 1:
+        total = mass_from(logits, vocab_size, threshold, best_logit, temperature, TILE)
+        if num_equal < vocab_size:
+            above = mass_from(logits, vocab_size, threshold + 1, best_logit, temperature, TILE)
+            total = above + num_equal.to(tl.float32) * weight_of_key(threshold, best_logit, temperature)
+        wanted = top_p * total
+        key = top_p_threshold(logits, vocab_size, wanted, threshold, best_key, best_logit, temperature, TILE)
+        missing = wanted - mass_from(logits, vocab_size, key + 1, best_logit, temperature, TILE)
+        needed = tl.maximum(tl.ceil(missing / weight_of_key(key, best_logit, temperature)), 1.0).to(tl.int64)
+        num_equal = tl.where(key == threshold, tl.minimum(num_equal, needed), needed)
+        threshold = key
+    last_equal = tl.full([], 0, tl.int32) + vocab_size
+    if num_equal < vocab_size:
+        last_equal = id_of_equal(logits, vocab_size, threshold, num_equal, TILE)
+    return threshold, last_equal
+
+
+@triton.jit
+def kept_weights(x, token, threshold, last_equal, best_logit, temperature):
+    key = float_key(x)
+    kept = (key > threshold) | ((key == threshold) & (token <= last_equal))
+    return tl.where(kept, tl.exp((x - best_logit) / temperature), 0.0)
+
+
+@triton.jit
+def draw(logits, vocab_size, uniform, threshold, last_equal, best_logit, best, temperature, TILE: tl.constexpr):
     """The first token in vocabulary order at which the running mass passes uniform * total."""
     total = tl.full([], 0.0, tl.float64)
     for start in range(0, vocab_size, TILE):
-        _, x = load_tile(logits, start, vocab_size, TILE)
-        total += tl.sum(kept_weights(x, threshold, min_p, best_logit, temperature), 0).to(tl.float64)
+        token, x = load_tile(logits, start, vocab_size, TILE)
+        total += tl.sum(kept_weights(x, token, threshold, last_equal, best_logit, temperature), 0).to(tl.float64)
     target = total * uniform.to(tl.float64)
 
     # Running sums over tiles are float64: with a large vocabulary float32 would shift the borders between tokens.
     start, before, tile_mass = tl.full([], 0, tl.int32), tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
     passed = False
     while (start < vocab_size) & (not passed):
-        _, x = load_tile(logits, start, vocab_size, TILE)
-        tile_mass = tl.sum(kept_weights(x, threshold, min_p, best_logit, temperature), 0).to(tl.float64)
+        token, x = load_tile(logits, start, vocab_size, TILE)
+        tile_mass = tl.sum(kept_weights(x, token, threshold, last_equal, best_logit, temperature), 0).to(tl.float64)
         passed = before + tile_mass > target
         if not passed:
             before += tile_mass
             start += TILE
 
     token, x = load_tile(logits, start, vocab_size, TILE)
-    weight = kept_weights(x, threshold, min_p, best_logit, temperature)
+    weight = kept_weights(x, token, threshold, last_equal, best_logit, temperature)
     running = tl.cumsum(weight, 0).to(tl.float64) + before
     first = tl.min(tl.where((running > target) & (weight > 0), token, vocab_size), 0)
     last = tl.max(tl.where(weight > 0, token, -1), 0)
@@ -157,17 +209,12 @@ def sample_kernel(
     if not ALL_GREEDY:
         temperature = tl.load(temperatures + row)
         if temperature > 0:
-            threshold, min_p = tl.full([], LOWEST_KEY, tl.int64), tl.full([], 0.0, tl.float32)
+            threshold, last_equal = tl.full([], LOWEST_KEY, tl.int64), tl.full([], 0, tl.int32) + vocab_size
             if NEEDS_FILTER:
-                best_key = float_key(best_logit).to(tl.int64)
-                top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
-                if top_k > 0:
-                    threshold = top_k_threshold(logits, vocab_size, top_k, best_key, TILE)
-                if top_p < 1:
-                    threshold = top_p_threshold(logits, vocab_size, top_p, threshold, best_key, best_logit, temperature, TILE)
-                min_p = tl.load(min_ps + row)
+                min_p, top_k, top_p = tl.load(min_ps + row), tl.load(top_ks + row), tl.load(top_ps + row)
+                threshold, last_equal = cut(logits, vocab_size, min_p, top_k, top_p, best_logit, temperature, TILE)
             uniform = tl.load(uniforms + row)
-            token = draw(logits, vocab_size, uniform, threshold, min_p, best_logit, token, temperature, TILE)
+            token = draw(logits, vocab_size, uniform, threshold, last_equal, best_logit, token, temperature, TILE)
     tl.store(out + row, token.to(tl.int64))
 
 

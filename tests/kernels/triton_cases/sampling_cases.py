@@ -51,12 +51,23 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     assert chosen.tolist() == [7, 130, 0]
 
 
-def test_equal_logits_share_a_fate_under_top_k_and_top_p() -> None:
+def test_of_equal_logits_the_lower_ids_stay_under_top_k_and_top_p() -> None:
     logits = torch.tensor([[1.0, 3.0, 1.0, 3.0, 3.0, -5.0, 0.0, -0.0]] * 6, device=DEVICE)
     uniforms = [0.01, 0.2, 0.45, 0.6, 0.8, 0.99]
-    assert set(compare(logits, sampling_batch(6, top_k=1, uniforms=uniforms)).tolist()) == {1, 3, 4}
-    compare(logits, sampling_batch(6, top_p=0.5, uniforms=uniforms))
-    compare(logits, sampling_batch(6, top_k=6, uniforms=uniforms))
+    for max_tile in (4, MAX_TILE):
+        assert set(compare(logits, sampling_batch(6, top_k=1, uniforms=uniforms), max_tile).tolist()) == {1}
+        assert set(compare(logits, sampling_batch(6, top_k=2, uniforms=uniforms), max_tile).tolist()) == {1, 3}
+        assert set(compare(logits, sampling_batch(6, top_p=0.5, uniforms=uniforms), max_tile).tolist()) == {1, 3}
+        compare(logits, sampling_batch(6, top_k=4, top_p=0.99, uniforms=uniforms), max_tile)
+        compare(logits, sampling_batch(6, top_k=7, uniforms=uniforms), max_tile)
+
+
+def test_min_p_goes_before_top_k_and_top_p() -> None:
+    logits = torch.tensor([0.5, 0.2, 0.1, 0.1, 0.05, 0.05], device=DEVICE).log().repeat(16, 1)
+    uniforms = [(i + 0.5) / 16 for i in range(16)]
+    assert set(compare(logits, sampling_batch(16, top_p=0.85, min_p=0.15, uniforms=uniforms)).tolist()) == {0, 1, 2}
+    assert set(compare(logits, sampling_batch(16, min_p=0.15, uniforms=uniforms)).tolist()) == {0, 1, 2, 3}
+    assert set(compare(logits, sampling_batch(16, top_k=3, min_p=0.3, uniforms=uniforms)).tolist()) == {0, 1}
 
 
 def test_masked_tokens_are_never_drawn() -> None:
@@ -75,6 +86,6 @@ def test_draws_follow_the_distribution() -> None:
     assert (counts / num_rows - torch.tensor([0.1, 0.2, 0.3, 0.4], device=DEVICE)).abs().max() <= 1 / num_rows
 
 
-def test_the_body_samples_a_large_vocabulary() -> None:
+def test_the_backend_samples_a_large_vocabulary() -> None:
     logits, batch = randn(2, 50_000, seed=5) * 2, sampling_batch(2, [0.8, 0.0], 40, 0.9, seed=6)
     assert TritonKernels().sample(logits.clone(), batch).tolist() == ReferenceKernels().sample(logits, batch).tolist()
