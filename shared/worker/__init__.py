@@ -2,4 +2,5 @@
 
 worker.py     from options to a registered worker, and from SIGTERM to its end
 streams.py    from the engine's thread to the coroutine that serves a request
+heartbeat.py  signs of life within a stream, so that a router notices an event loop that is stuck
 """
