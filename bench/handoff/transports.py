@@ -39,12 +39,12 @@ from shared.options.peers import PeerConfig
 from shared.options.worker import WorkerConfig
 from shared.process.malloc import keep_large_buffers
 from shared.rpc import control_pb2, kv_pb2_grpc
-from shared.transfer.handoff.offers import Hosts
+from shared.transfer.handoff.acceptors import Acceptors
 from shared.transfer.handoff.receiver import Receiver
 from shared.transfer.handoff.sender import Sender
 from shared.transfer.handoff.service import KvTransferService
-from shared.transfer.handoff.setup import make_hosts, make_links
-from shared.transfer.transports.grpc import MAX_CHUNK_BYTES, InlineHost
+from shared.transfer.handoff.setup import make_acceptors, make_links
+from shared.transfer.transports.grpc import MAX_CHUNK_BYTES, GrpcAcceptor
 from shared.transfer.transports.heads import HeadShard, PoolGroup
 from shared.transfer.transports.interface import GRPC
 from shared.wire.channels import Channels
@@ -114,10 +114,10 @@ async def receive(config: TransportsConfig, transport: str) -> None:
     )
     engine = Engine(_NoModel(), scheduler, lambda events: None)
     if transport.isdecimal():
-        hosts = Hosts([InlineHost(int(transport))])
+        acceptors = Acceptors([GrpcAcceptor(int(transport))])
     else:
-        hosts = make_hosts(WorkerConfig(transport=transport), pools, BOOT_ID, lambda: HOST)
-    receiver = Receiver(engine, pools, BOOT_ID, 30.0, lambda outputs: None, hosts)
+        acceptors = make_acceptors(WorkerConfig(transport=transport), pools, BOOT_ID, lambda: HOST)
+    receiver = Receiver(engine, pools, BOOT_ID, 30.0, lambda outputs: None, acceptors)
     for number in range(config.num_transfers):
         request = Request(f"r{number}", (0,) * num_tokens, num_tokens, SamplingParams(max_tokens=1))
         receiver.expect(number.to_bytes(16, "little"), request)
@@ -125,7 +125,7 @@ async def receive(config: TransportsConfig, transport: str) -> None:
     server.add(kv_pb2_grpc.add_KvTransferServicer_to_server, KvTransferService(receiver, 30.0), "twostroke.v1.KvTransfer")
     print(await server.start(HOST, 0), flush=True)
     await asyncio.to_thread(sys.stdin.read)
-    await hosts.close()
+    await acceptors.close()
     await server.stop(0)
 
 
@@ -219,7 +219,7 @@ def by_copy(config: TransportsConfig, pool: KvPool) -> Transfer:
 
 @asynccontextmanager
 async def by_socket(config: TransportsConfig, pool: KvPool) -> AsyncIterator[Transfer]:
-    """From host memory, wherever the pool is."""
+    """From main memory, wherever the pool is."""
     size_bytes = config.num_blocks * GEOMETRY.block_bytes
     data = pool.blocks.flatten()[:size_bytes].cpu().numpy().data
     async with other_process(config, "socket") as port:

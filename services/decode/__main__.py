@@ -12,7 +12,7 @@ from shared.options.config import parse_config
 from shared.rpc import control_pb2_grpc, kv_pb2_grpc
 from shared.transfer.handoff.receiver import Receiver
 from shared.transfer.handoff.service import KvTransferService
-from shared.transfer.handoff.setup import make_hosts
+from shared.transfer.handoff.setup import make_acceptors
 from shared.transfer.transports.heads import PoolGroup
 from shared.worker.worker import Service, Worker, run_worker
 
@@ -27,10 +27,10 @@ def decode_services(worker: Worker) -> list[Service]:
         return [_decode(worker, None)]
     timeout_s = worker.config.transfer_timeout_s
     pools = PoolGroup.of(worker.pool)
-    hosts = make_hosts(worker.config, pools, worker.boot_id, worker.host_name)
-    worker.transports = hosts.transports
-    worker.at_close(hosts.close)
-    receiver = Receiver(worker.engine, pools, worker.boot_id, timeout_s, worker.streams.deliver, hosts)
+    acceptors = make_acceptors(worker.config, pools, worker.boot_id, worker.host_name)
+    worker.transports = acceptors.transports
+    worker.at_close(acceptors.close)
+    receiver = Receiver(worker.engine, pools, worker.boot_id, timeout_s, worker.streams.deliver, acceptors)
     transfer = KvTransferService(receiver, timeout_s)
     return [
         _decode(worker, receiver),

@@ -40,7 +40,7 @@ class DecodeService(control_pb2_grpc.DecodeServicer):
     async def Generate(self, message: control_pb2.GenerateRequest, context: Any) -> AsyncIterator[control_pb2.GenerateReply]:
         if self._worker.is_draining:
             raise Unavailable("this worker is draining")
-        request = request_from_wire(message.sequence)
+        request = request_from_wire(message.request)
         self._worker.check_tokens(request)
         mailbox = self._streams.open(request.request_id, partial(self._engine.abort, request.request_id))
         transfer_id = message.handoff.transfer_id if message.HasField("handoff") else b""

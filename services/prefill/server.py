@@ -52,7 +52,7 @@ class PrefillService(control_pb2_grpc.PrefillServicer):
     async def _prefill(self, message: control_pb2.PrefillRequest) -> control_pb2.PrefillReply:
         if self._worker.is_draining:
             raise Unavailable("this worker is draining")
-        request = request_from_wire(message.sequence)
+        request = request_from_wire(message.request)
         self._worker.check_tokens(request)
         _check(message.destination)
         worker = self._worker

@@ -22,46 +22,46 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from shared.rpc import sequence_pb2 as shared_dot_rpc_dot_sequence__pb2
+from shared.rpc import request_pb2 as shared_dot_rpc_dot_request__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18shared/rpc/control.proto\x12\x0ctwostroke.v1\x1a\x19shared/rpc/sequence.proto\"c\n\x0fGenerateRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.twostroke.v1.Sequence\x12&\n\x07handoff\x18\x02 \x01(\x0b\x32\x15.twostroke.v1.Handoff\"\x1e\n\x07Handoff\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\"_\n\rGenerateReply\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x16.twostroke.v1.Accepted\x12$\n\x06tokens\x18\x02 \x03(\x0b\x32\x14.twostroke.v1.Tokens\"\x1b\n\x08\x41\x63\x63\x65pted\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\"\x8b\x01\n\x06Tokens\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12#\n\x06tokens\x18\x02 \x03(\x0b\x32\x13.twostroke.v1.Token\x12\x31\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1a.twostroke.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\"7\n\x11StopChoiceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\x11\n\x0fStopChoiceReply\"j\n\x0ePrefillRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.twostroke.v1.Sequence\x12.\n\x0b\x64\x65stination\x18\x02 \x01(\x0b\x32\x19.twostroke.v1.Destination\"U\n\x0b\x44\x65stination\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\"9\n\x0cPrefillEvent\x12)\n\x05reply\x18\x01 \x01(\x0b\x32\x1a.twostroke.v1.PrefillReply\"}\n\x0cPrefillReply\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x1a\n\x12num_shipped_blocks\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tcompute_s\x18\x04 \x01(\x01\x12\x12\n\ntransfer_s\x18\x05 \x01(\x01\"\x12\n\x10GetStatusRequest\"\xb2\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\t \x01(\r\x12\x13\n\x0bnum_running\x18\n \x01(\r\x12\x13\n\x0bnum_waiting\x18\x0b \x01(\r\x12\x18\n\x10num_reservations\x18\x0c \x01(\r\x12\x10\n\x08num_held\x18\r \x01(\r\x12\x10\n\x08\x64raining\x18\x0e \x01(\x08\x12\x11\n\tnum_steps\x18\x0f \x01(\x04\x32\xa0\x01\n\x06\x44\x65\x63ode\x12H\n\x08Generate\x12\x1d.twostroke.v1.GenerateRequest\x1a\x1b.twostroke.v1.GenerateReply0\x01\x12L\n\nStopChoice\x12\x1f.twostroke.v1.StopChoiceRequest\x1a\x1d.twostroke.v1.StopChoiceReply2P\n\x07Prefill\x12\x45\n\x07Prefill\x12\x1c.twostroke.v1.PrefillRequest\x1a\x1a.twostroke.v1.PrefillEvent0\x01\x32Q\n\x06Worker\x12G\n\tGetStatus\x12\x1e.twostroke.v1.GetStatusRequest\x1a\x1a.twostroke.v1.WorkerStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18shared/rpc/control.proto\x12\x0ctwostroke.v1\x1a\x18shared/rpc/request.proto\"a\n\x0fGenerateRequest\x12&\n\x07request\x18\x01 \x01(\x0b\x32\x15.twostroke.v1.Request\x12&\n\x07handoff\x18\x02 \x01(\x0b\x32\x15.twostroke.v1.Handoff\"\x1e\n\x07Handoff\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\"_\n\rGenerateReply\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x16.twostroke.v1.Accepted\x12$\n\x06tokens\x18\x02 \x03(\x0b\x32\x14.twostroke.v1.Tokens\"\x1b\n\x08\x41\x63\x63\x65pted\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\"\x8b\x01\n\x06Tokens\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12#\n\x06tokens\x18\x02 \x03(\x0b\x32\x13.twostroke.v1.Token\x12\x31\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1a.twostroke.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\"7\n\x11StopChoiceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\x11\n\x0fStopChoiceReply\"h\n\x0ePrefillRequest\x12&\n\x07request\x18\x01 \x01(\x0b\x32\x15.twostroke.v1.Request\x12.\n\x0b\x64\x65stination\x18\x02 \x01(\x0b\x32\x19.twostroke.v1.Destination\"U\n\x0b\x44\x65stination\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\"9\n\x0cPrefillEvent\x12)\n\x05reply\x18\x01 \x01(\x0b\x32\x1a.twostroke.v1.PrefillReply\"}\n\x0cPrefillReply\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x1a\n\x12num_shipped_blocks\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tcompute_s\x18\x04 \x01(\x01\x12\x12\n\ntransfer_s\x18\x05 \x01(\x01\"\x12\n\x10GetStatusRequest\"\xb2\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\t \x01(\r\x12\x13\n\x0bnum_running\x18\n \x01(\r\x12\x13\n\x0bnum_waiting\x18\x0b \x01(\r\x12\x18\n\x10num_reservations\x18\x0c \x01(\r\x12\x10\n\x08num_held\x18\r \x01(\r\x12\x10\n\x08\x64raining\x18\x0e \x01(\x08\x12\x11\n\tnum_steps\x18\x0f \x01(\x04\x32\xa0\x01\n\x06\x44\x65\x63ode\x12H\n\x08Generate\x12\x1d.twostroke.v1.GenerateRequest\x1a\x1b.twostroke.v1.GenerateReply0\x01\x12L\n\nStopChoice\x12\x1f.twostroke.v1.StopChoiceRequest\x1a\x1d.twostroke.v1.StopChoiceReply2P\n\x07Prefill\x12\x45\n\x07Prefill\x12\x1c.twostroke.v1.PrefillRequest\x1a\x1a.twostroke.v1.PrefillEvent0\x01\x32Q\n\x06Worker\x12G\n\tGetStatus\x12\x1e.twostroke.v1.GetStatusRequest\x1a\x1a.twostroke.v1.WorkerStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shared.rpc.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GENERATEREQUEST']._serialized_start=69
-  _globals['_GENERATEREQUEST']._serialized_end=168
-  _globals['_HANDOFF']._serialized_start=170
-  _globals['_HANDOFF']._serialized_end=200
-  _globals['_GENERATEREPLY']._serialized_start=202
-  _globals['_GENERATEREPLY']._serialized_end=297
-  _globals['_ACCEPTED']._serialized_start=299
-  _globals['_ACCEPTED']._serialized_end=326
-  _globals['_TOKENS']._serialized_start=329
-  _globals['_TOKENS']._serialized_end=468
-  _globals['_STOPCHOICEREQUEST']._serialized_start=470
-  _globals['_STOPCHOICEREQUEST']._serialized_end=525
-  _globals['_STOPCHOICEREPLY']._serialized_start=527
-  _globals['_STOPCHOICEREPLY']._serialized_end=544
-  _globals['_PREFILLREQUEST']._serialized_start=546
-  _globals['_PREFILLREQUEST']._serialized_end=652
-  _globals['_DESTINATION']._serialized_start=654
-  _globals['_DESTINATION']._serialized_end=739
-  _globals['_PREFILLEVENT']._serialized_start=741
-  _globals['_PREFILLEVENT']._serialized_end=798
-  _globals['_PREFILLREPLY']._serialized_start=800
-  _globals['_PREFILLREPLY']._serialized_end=925
-  _globals['_GETSTATUSREQUEST']._serialized_start=927
-  _globals['_GETSTATUSREQUEST']._serialized_end=945
-  _globals['_WORKERSTATUS']._serialized_start=948
-  _globals['_WORKERSTATUS']._serialized_end=1254
-  _globals['_DECODE']._serialized_start=1257
-  _globals['_DECODE']._serialized_end=1417
-  _globals['_PREFILL']._serialized_start=1419
-  _globals['_PREFILL']._serialized_end=1499
-  _globals['_WORKER']._serialized_start=1501
-  _globals['_WORKER']._serialized_end=1582
+  _globals['_GENERATEREQUEST']._serialized_start=68
+  _globals['_GENERATEREQUEST']._serialized_end=165
+  _globals['_HANDOFF']._serialized_start=167
+  _globals['_HANDOFF']._serialized_end=197
+  _globals['_GENERATEREPLY']._serialized_start=199
+  _globals['_GENERATEREPLY']._serialized_end=294
+  _globals['_ACCEPTED']._serialized_start=296
+  _globals['_ACCEPTED']._serialized_end=323
+  _globals['_TOKENS']._serialized_start=326
+  _globals['_TOKENS']._serialized_end=465
+  _globals['_STOPCHOICEREQUEST']._serialized_start=467
+  _globals['_STOPCHOICEREQUEST']._serialized_end=522
+  _globals['_STOPCHOICEREPLY']._serialized_start=524
+  _globals['_STOPCHOICEREPLY']._serialized_end=541
+  _globals['_PREFILLREQUEST']._serialized_start=543
+  _globals['_PREFILLREQUEST']._serialized_end=647
+  _globals['_DESTINATION']._serialized_start=649
+  _globals['_DESTINATION']._serialized_end=734
+  _globals['_PREFILLEVENT']._serialized_start=736
+  _globals['_PREFILLEVENT']._serialized_end=793
+  _globals['_PREFILLREPLY']._serialized_start=795
+  _globals['_PREFILLREPLY']._serialized_end=920
+  _globals['_GETSTATUSREQUEST']._serialized_start=922
+  _globals['_GETSTATUSREQUEST']._serialized_end=940
+  _globals['_WORKERSTATUS']._serialized_start=943
+  _globals['_WORKERSTATUS']._serialized_end=1249
+  _globals['_DECODE']._serialized_start=1252
+  _globals['_DECODE']._serialized_end=1412
+  _globals['_PREFILL']._serialized_start=1414
+  _globals['_PREFILL']._serialized_end=1494
+  _globals['_WORKER']._serialized_start=1496
+  _globals['_WORKER']._serialized_end=1577
 # @@protoc_insertion_point(module_scope)

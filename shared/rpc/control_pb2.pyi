@@ -1,4 +1,4 @@
-from shared.rpc import sequence_pb2 as _sequence_pb2
+from shared.rpc import request_pb2 as _request_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -8,12 +8,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("sequence", "handoff")
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("request", "handoff")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
-    sequence: _sequence_pb2.Sequence
+    request: _request_pb2.Request
     handoff: Handoff
-    def __init__(self, sequence: _Optional[_Union[_sequence_pb2.Sequence, _Mapping]] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ...) -> None: ...
+    def __init__(self, request: _Optional[_Union[_request_pb2.Request, _Mapping]] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ...) -> None: ...
 
 class Handoff(_message.Message):
     __slots__ = ("transfer_id",)
@@ -42,10 +42,10 @@ class Tokens(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     choice: int
-    tokens: _containers.RepeatedCompositeFieldContainer[_sequence_pb2.Token]
-    finish_reason: _sequence_pb2.FinishReason
+    tokens: _containers.RepeatedCompositeFieldContainer[_request_pb2.Token]
+    finish_reason: _request_pb2.FinishReason
     num_cached_tokens: int
-    def __init__(self, choice: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[_sequence_pb2.Token, _Mapping]]] = ..., finish_reason: _Optional[_Union[_sequence_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, choice: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[_request_pb2.Token, _Mapping]]] = ..., finish_reason: _Optional[_Union[_request_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class StopChoiceRequest(_message.Message):
     __slots__ = ("request_id", "choice")
@@ -60,12 +60,12 @@ class StopChoiceReply(_message.Message):
     def __init__(self) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("sequence", "destination")
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("request", "destination")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
-    sequence: _sequence_pb2.Sequence
+    request: _request_pb2.Request
     destination: Destination
-    def __init__(self, sequence: _Optional[_Union[_sequence_pb2.Sequence, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ...) -> None: ...
+    def __init__(self, request: _Optional[_Union[_request_pb2.Request, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ...) -> None: ...
 
 class Destination(_message.Message):
     __slots__ = ("transfer_id", "attempt", "address", "boot_id")

@@ -50,7 +50,7 @@ class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates until the sequence finishes or the caller cancels. With `handoff`, the prompt's KV blocks and the first
+        """Generates until the request finishes or the caller cancels. With `handoff`, the prompt's KV blocks and the first
         token are delivered by a prefill worker (KvTransfer below); without it, this worker computes the prompt itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -22,52 +22,52 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from shared.rpc import sequence_pb2 as shared_dot_rpc_dot_sequence__pb2
+from shared.rpc import request_pb2 as shared_dot_rpc_dot_request__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13shared/rpc/kv.proto\x12\x0ctwostroke.v1\x1a\x19shared/rpc/sequence.proto\"D\n\x0bTransferKey\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\"~\n\nKvGeometry\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x10\n\x08kv_dtype\x18\x06 \x01(\t\"\x0f\n\rOffersRequest\"2\n\x0bOffersReply\x12#\n\x06offers\x18\x01 \x03(\x0b\x32\x13.twostroke.v1.Offer\"C\n\x05Offer\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x12\n\nmachine_id\x18\x02 \x01(\t\x12\x13\n\x0bsocket_path\x18\x03 \x01(\t\"Y\n\x0cPoolGreeting\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x0f\n\x07link_id\x18\x02 \x01(\x0c\x12\'\n\x05pools\x18\x03 \x03(\x0b\x32\x18.twostroke.v1.PoolMemory\"o\n\nPoolMemory\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\x12\x12\n\nfirst_head\x18\x02 \x01(\r\x12\x11\n\tnum_heads\x18\x03 \x01(\r\x12&\n\x04\x63uda\x18\x04 \x01(\x0b\x32\x18.twostroke.v1.CudaMemory\"K\n\nCudaMemory\x12\x12\n\nipc_handle\x18\x01 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x03 \x01(\t\"B\n\x0bJoinRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x0f\n\x07link_id\x18\x03 \x01(\x0c\"3\n\tJoinReply\x12\x12\n\nstore_host\x18\x01 \x01(\t\x12\x12\n\nstore_port\x18\x02 \x01(\r\"\xa9\x01\n\x0bOpenRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.twostroke.v1.TransferKey\x12*\n\x08geometry\x18\x02 \x01(\x0b\x32\x18.twostroke.v1.KvGeometry\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x0f\n\x07link_id\x18\x05 \x01(\x0c\x12\x0e\n\x06ticket\x18\x06 \x01(\x04\"c\n\tOpenReply\x12\x19\n\x11num_cached_blocks\x18\x01 \x01(\r\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x17\n\x0fmax_chunk_bytes\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\"\x8e\x01\n\x0bPushRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.twostroke.v1.TransferKey\x12$\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x13.twostroke.v1.ChunkH\x00\x12&\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x14.twostroke.v1.CommitH\x00\x42\t\n\x07payload\"\xc9\x01\n\x05\x43hunk\x12\x17\n\x0fsequence_number\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x12\n\nfirst_head\x18\x06 \x01(\r\x12\x11\n\tnum_heads\x18\x07 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x08 \x01(\x06\x12\x0c\n\x04\x64\x61ta\x18\t \x01(\x0c\x12\x0e\n\x06parcel\x18\n \x01(\x04\"v\n\x06\x43ommit\x12\x12\n\nnum_chunks\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12)\n\x0c\x66irst_tokens\x18\x03 \x03(\x0b\x32\x13.twostroke.v1.Token\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\"\x0b\n\tPushReply\"F\n\x0c\x41\x62ortRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.twostroke.v1.TransferKey\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1e\n\nAbortReply\x12\x10\n\x08was_live\x18\x01 \x01(\x08\x32\xc8\x02\n\nKvTransfer\x12\x43\n\tGetOffers\x12\x1b.twostroke.v1.OffersRequest\x1a\x19.twostroke.v1.OffersReply\x12<\n\x04Join\x12\x19.twostroke.v1.JoinRequest\x1a\x17.twostroke.v1.JoinReply0\x01\x12:\n\x04Open\x12\x19.twostroke.v1.OpenRequest\x1a\x17.twostroke.v1.OpenReply\x12<\n\x04Push\x12\x19.twostroke.v1.PushRequest\x1a\x17.twostroke.v1.PushReply(\x01\x12=\n\x05\x41\x62ort\x12\x1a.twostroke.v1.AbortRequest\x1a\x18.twostroke.v1.AbortReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13shared/rpc/kv.proto\x12\x0ctwostroke.v1\x1a\x18shared/rpc/request.proto\"D\n\x0bTransferKey\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\"~\n\nKvGeometry\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x10\n\x08kv_dtype\x18\x06 \x01(\t\"\x0f\n\rOffersRequest\"2\n\x0bOffersReply\x12#\n\x06offers\x18\x01 \x03(\x0b\x32\x13.twostroke.v1.Offer\"C\n\x05Offer\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x12\n\nmachine_id\x18\x02 \x01(\t\x12\x13\n\x0bsocket_path\x18\x03 \x01(\t\"Y\n\x0cPoolGreeting\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x0f\n\x07link_id\x18\x02 \x01(\x0c\x12\'\n\x05pools\x18\x03 \x03(\x0b\x32\x18.twostroke.v1.PoolMemory\"o\n\nPoolMemory\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\x12\x12\n\nfirst_head\x18\x02 \x01(\r\x12\x11\n\tnum_heads\x18\x03 \x01(\r\x12&\n\x04\x63uda\x18\x04 \x01(\x0b\x32\x18.twostroke.v1.CudaMemory\"K\n\nCudaMemory\x12\x12\n\nipc_handle\x18\x01 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x03 \x01(\t\"B\n\x0bJoinRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x0f\n\x07link_id\x18\x03 \x01(\x0c\"3\n\tJoinReply\x12\x12\n\nstore_host\x18\x01 \x01(\t\x12\x12\n\nstore_port\x18\x02 \x01(\r\"\xac\x01\n\x0bOpenRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.twostroke.v1.TransferKey\x12*\n\x08geometry\x18\x02 \x01(\x0b\x32\x18.twostroke.v1.KvGeometry\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x0f\n\x07link_id\x18\x05 \x01(\x0c\x12\x11\n\twriter_id\x18\x06 \x01(\x04\"c\n\tOpenReply\x12\x19\n\x11num_cached_blocks\x18\x01 \x01(\r\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x17\n\x0fmax_chunk_bytes\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\"\x8e\x01\n\x0bPushRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.twostroke.v1.TransferKey\x12$\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x13.twostroke.v1.ChunkH\x00\x12&\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x14.twostroke.v1.CommitH\x00\x42\t\n\x07payload\"\xd1\x01\n\x05\x43hunk\x12\x17\n\x0fsequence_number\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x12\n\nfirst_head\x18\x06 \x01(\r\x12\x11\n\tnum_heads\x18\x07 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x08 \x01(\x06\x12\x0c\n\x04\x64\x61ta\x18\t \x01(\x0c\x12\x16\n\x0emessage_number\x18\n \x01(\x04\"v\n\x06\x43ommit\x12\x12\n\nnum_chunks\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12)\n\x0c\x66irst_tokens\x18\x03 \x03(\x0b\x32\x13.twostroke.v1.Token\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\"\x0b\n\tPushReply\"F\n\x0c\x41\x62ortRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.twostroke.v1.TransferKey\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1e\n\nAbortReply\x12\x10\n\x08was_live\x18\x01 \x01(\x08\x32\xc8\x02\n\nKvTransfer\x12\x43\n\tGetOffers\x12\x1b.twostroke.v1.OffersRequest\x1a\x19.twostroke.v1.OffersReply\x12<\n\x04Join\x12\x19.twostroke.v1.JoinRequest\x1a\x17.twostroke.v1.JoinReply0\x01\x12:\n\x04Open\x12\x19.twostroke.v1.OpenRequest\x1a\x17.twostroke.v1.OpenReply\x12<\n\x04Push\x12\x19.twostroke.v1.PushRequest\x1a\x17.twostroke.v1.PushReply(\x01\x12=\n\x05\x41\x62ort\x12\x1a.twostroke.v1.AbortRequest\x1a\x18.twostroke.v1.AbortReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shared.rpc.kv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSFERKEY']._serialized_start=64
-  _globals['_TRANSFERKEY']._serialized_end=132
-  _globals['_KVGEOMETRY']._serialized_start=134
-  _globals['_KVGEOMETRY']._serialized_end=260
-  _globals['_OFFERSREQUEST']._serialized_start=262
-  _globals['_OFFERSREQUEST']._serialized_end=277
-  _globals['_OFFERSREPLY']._serialized_start=279
-  _globals['_OFFERSREPLY']._serialized_end=329
-  _globals['_OFFER']._serialized_start=331
-  _globals['_OFFER']._serialized_end=398
-  _globals['_POOLGREETING']._serialized_start=400
-  _globals['_POOLGREETING']._serialized_end=489
-  _globals['_POOLMEMORY']._serialized_start=491
-  _globals['_POOLMEMORY']._serialized_end=602
-  _globals['_CUDAMEMORY']._serialized_start=604
-  _globals['_CUDAMEMORY']._serialized_end=679
-  _globals['_JOINREQUEST']._serialized_start=681
-  _globals['_JOINREQUEST']._serialized_end=747
-  _globals['_JOINREPLY']._serialized_start=749
-  _globals['_JOINREPLY']._serialized_end=800
-  _globals['_OPENREQUEST']._serialized_start=803
-  _globals['_OPENREQUEST']._serialized_end=972
-  _globals['_OPENREPLY']._serialized_start=974
-  _globals['_OPENREPLY']._serialized_end=1073
-  _globals['_PUSHREQUEST']._serialized_start=1076
-  _globals['_PUSHREQUEST']._serialized_end=1218
-  _globals['_CHUNK']._serialized_start=1221
-  _globals['_CHUNK']._serialized_end=1422
-  _globals['_COMMIT']._serialized_start=1424
-  _globals['_COMMIT']._serialized_end=1542
-  _globals['_PUSHREPLY']._serialized_start=1544
-  _globals['_PUSHREPLY']._serialized_end=1555
-  _globals['_ABORTREQUEST']._serialized_start=1557
-  _globals['_ABORTREQUEST']._serialized_end=1627
-  _globals['_ABORTREPLY']._serialized_start=1629
-  _globals['_ABORTREPLY']._serialized_end=1659
-  _globals['_KVTRANSFER']._serialized_start=1662
-  _globals['_KVTRANSFER']._serialized_end=1990
+  _globals['_TRANSFERKEY']._serialized_start=63
+  _globals['_TRANSFERKEY']._serialized_end=131
+  _globals['_KVGEOMETRY']._serialized_start=133
+  _globals['_KVGEOMETRY']._serialized_end=259
+  _globals['_OFFERSREQUEST']._serialized_start=261
+  _globals['_OFFERSREQUEST']._serialized_end=276
+  _globals['_OFFERSREPLY']._serialized_start=278
+  _globals['_OFFERSREPLY']._serialized_end=328
+  _globals['_OFFER']._serialized_start=330
+  _globals['_OFFER']._serialized_end=397
+  _globals['_POOLGREETING']._serialized_start=399
+  _globals['_POOLGREETING']._serialized_end=488
+  _globals['_POOLMEMORY']._serialized_start=490
+  _globals['_POOLMEMORY']._serialized_end=601
+  _globals['_CUDAMEMORY']._serialized_start=603
+  _globals['_CUDAMEMORY']._serialized_end=678
+  _globals['_JOINREQUEST']._serialized_start=680
+  _globals['_JOINREQUEST']._serialized_end=746
+  _globals['_JOINREPLY']._serialized_start=748
+  _globals['_JOINREPLY']._serialized_end=799
+  _globals['_OPENREQUEST']._serialized_start=802
+  _globals['_OPENREQUEST']._serialized_end=974
+  _globals['_OPENREPLY']._serialized_start=976
+  _globals['_OPENREPLY']._serialized_end=1075
+  _globals['_PUSHREQUEST']._serialized_start=1078
+  _globals['_PUSHREQUEST']._serialized_end=1220
+  _globals['_CHUNK']._serialized_start=1223
+  _globals['_CHUNK']._serialized_end=1432
+  _globals['_COMMIT']._serialized_start=1434
+  _globals['_COMMIT']._serialized_end=1552
+  _globals['_PUSHREPLY']._serialized_start=1554
+  _globals['_PUSHREPLY']._serialized_end=1565
+  _globals['_ABORTREQUEST']._serialized_start=1567
+  _globals['_ABORTREQUEST']._serialized_end=1637
+  _globals['_ABORTREPLY']._serialized_start=1639
+  _globals['_ABORTREPLY']._serialized_end=1669
+  _globals['_KVTRANSFER']._serialized_start=1672
+  _globals['_KVTRANSFER']._serialized_end=2000
 # @@protoc_insertion_point(module_scope)

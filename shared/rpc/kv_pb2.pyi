@@ -1,4 +1,4 @@
-from shared.rpc import sequence_pb2 as _sequence_pb2
+from shared.rpc import request_pb2 as _request_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -104,20 +104,20 @@ class JoinReply(_message.Message):
     def __init__(self, store_host: _Optional[str] = ..., store_port: _Optional[int] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("key", "geometry", "num_blocks", "transport", "link_id", "ticket")
+    __slots__ = ("key", "geometry", "num_blocks", "transport", "link_id", "writer_id")
     KEY_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     LINK_ID_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
+    WRITER_ID_FIELD_NUMBER: _ClassVar[int]
     key: TransferKey
     geometry: KvGeometry
     num_blocks: int
     transport: str
     link_id: bytes
-    ticket: int
-    def __init__(self, key: _Optional[_Union[TransferKey, _Mapping]] = ..., geometry: _Optional[_Union[KvGeometry, _Mapping]] = ..., num_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., link_id: _Optional[bytes] = ..., ticket: _Optional[int] = ...) -> None: ...
+    writer_id: int
+    def __init__(self, key: _Optional[_Union[TransferKey, _Mapping]] = ..., geometry: _Optional[_Union[KvGeometry, _Mapping]] = ..., num_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., link_id: _Optional[bytes] = ..., writer_id: _Optional[int] = ...) -> None: ...
 
 class OpenReply(_message.Message):
     __slots__ = ("num_cached_blocks", "lease_s", "max_chunk_bytes", "block_ids")
@@ -142,7 +142,7 @@ class PushRequest(_message.Message):
     def __init__(self, key: _Optional[_Union[TransferKey, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("sequence_number", "first_block", "num_blocks", "first_layer", "num_layers", "first_head", "num_heads", "checksum", "data", "parcel")
+    __slots__ = ("sequence_number", "first_block", "num_blocks", "first_layer", "num_layers", "first_head", "num_heads", "checksum", "data", "message_number")
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -152,7 +152,7 @@ class Chunk(_message.Message):
     NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
-    PARCEL_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     sequence_number: int
     first_block: int
     num_blocks: int
@@ -162,8 +162,8 @@ class Chunk(_message.Message):
     num_heads: int
     checksum: int
     data: bytes
-    parcel: int
-    def __init__(self, sequence_number: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., checksum: _Optional[int] = ..., data: _Optional[bytes] = ..., parcel: _Optional[int] = ...) -> None: ...
+    message_number: int
+    def __init__(self, sequence_number: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., checksum: _Optional[int] = ..., data: _Optional[bytes] = ..., message_number: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("num_chunks", "num_blocks", "first_tokens", "num_cached_tokens")
@@ -173,9 +173,9 @@ class Commit(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_chunks: int
     num_blocks: int
-    first_tokens: _containers.RepeatedCompositeFieldContainer[_sequence_pb2.Token]
+    first_tokens: _containers.RepeatedCompositeFieldContainer[_request_pb2.Token]
     num_cached_tokens: int
-    def __init__(self, num_chunks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., first_tokens: _Optional[_Iterable[_Union[_sequence_pb2.Token, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_chunks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., first_tokens: _Optional[_Iterable[_Union[_request_pb2.Token, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ()

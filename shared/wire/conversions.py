@@ -1,83 +1,84 @@
-"""Between the values of `shared/base/request.py` and the messages of `proto/sequence.proto`; nothing else knows both."""
+"""Between the values of `shared/base/request.py` and the messages of `proto/request.proto`; nothing else knows both.
+
+A request's fields are carried over by name: a new one is added to the dataclass and to the message, and to nothing here. Tokens are
+converted by hand, because every token of every stream passes here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any
+
+from google.protobuf.message import Message
+
 from shared.base.errors import InvalidRequest
 from shared.base.request import FinishReason, Output, Request, SamplingParams, Token
-from shared.rpc import control_pb2, sequence_pb2
+from shared.rpc import control_pb2, request_pb2
 
 _TO_REASON = {
-    None: sequence_pb2.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: sequence_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: sequence_pb2.FINISH_REASON_LENGTH,
+    None: request_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: request_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: request_pb2.FINISH_REASON_LENGTH,
 }
 _FROM_REASON = {wire: reason for reason, wire in _TO_REASON.items()}
 
 
-def sampling_to_wire(s: SamplingParams) -> sequence_pb2.SamplingParams:
-    return sequence_pb2.SamplingParams(
-        max_tokens=s.max_tokens,
-        temperature=s.temperature,
-        top_k=s.top_k,
-        top_p=s.top_p,
-        min_p=s.min_p,
-        seed=s.seed,
-        presence_penalty=s.presence_penalty,
-        frequency_penalty=s.frequency_penalty,
-        repetition_penalty=s.repetition_penalty,
-        stop_token_ids=s.stop_token_ids,
-        min_tokens=s.min_tokens,
-        num_logprobs=s.num_logprobs,
-        logit_bias=dict(s.logit_bias),
-        n=s.n,
-    )
+def request_to_wire(request: Request) -> request_pb2.Request:
+    """Raises InvalidRequest for a value that no message can carry."""
+    try:
+        sampling = request_pb2.SamplingParams(**_values_of(request.sampling))
+        return request_pb2.Request(**_values_of(request) | {"sampling": sampling})
+    except ValueError as error:  # an integer that is too large for its field, or text that is not Unicode
+        raise InvalidRequest(f"the request does not fit its message: {error}") from None
 
 
-def sampling_from_wire(m: sequence_pb2.SamplingParams) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=m.max_tokens,
-        temperature=m.temperature,
-        top_k=m.top_k,
-        top_p=m.top_p,
-        min_p=m.min_p,
-        seed=m.seed,
-        presence_penalty=m.presence_penalty,
-        frequency_penalty=m.frequency_penalty,
-        repetition_penalty=m.repetition_penalty,
-        stop_token_ids=tuple(m.stop_token_ids),
-        min_tokens=m.min_tokens,
-        num_logprobs=m.num_logprobs if m.HasField("num_logprobs") else None,
-        logit_bias=dict(m.logit_bias),
-        n=m.n,
-    )
-
-
-def request_to_wire(r: Request) -> sequence_pb2.Sequence:
-    return sequence_pb2.Sequence(
-        request_id=r.request_id,
-        token_ids=r.token_ids,
-        num_prompt_tokens=r.num_prompt_tokens,
-        sampling=sampling_to_wire(r.sampling),
-        cache_salt=r.cache_salt,
-    )
-
-
-def request_from_wire(m: sequence_pb2.Sequence) -> Request:
-    if not m.request_id:
+def request_from_wire(message: request_pb2.Request) -> Request:
+    """Raises InvalidRequest for a value that is out of range."""
+    if not message.request_id:
         raise InvalidRequest("request_id is empty", param="request_id")
-    return Request(m.request_id, list(m.token_ids), m.num_prompt_tokens, sampling_from_wire(m.sampling), m.cache_salt)
+    sampling = SamplingParams(**{name: read(message.sampling) for name, read in _SAMPLING_READERS})
+    return Request(**{name: read(message) for name, read in _REQUEST_READERS} | {"sampling": sampling})
 
 
-def token_to_wire(t: Token) -> sequence_pb2.Token:
-    return sequence_pb2.Token(
+def _values_of(value: SamplingParams | Request) -> dict[str, Any]:
+    """By field, as a message's constructor takes them: None stays absent."""
+    values = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: dict(one) if isinstance(one, Mapping) else one for name, one in values.items()}
+
+
+def _readers(kind: type[SamplingParams | Request], message: type[Message]) -> list[tuple[str, Callable[[Any], Any]]]:
+    """What gives each field of the dataclass out of its message."""
+    return [(field.name, _reader(message.DESCRIPTOR.fields_by_name[field.name])) for field in fields(kind)]
+
+
+def _reader(field: Any) -> Callable[[Any], Any]:
+    """`field` is a FieldDescriptor, of which protobuf has two types."""
+    name = field.name
+    if field.is_repeated:
+        is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
+        make = dict if is_map else tuple
+        return lambda message: make(getattr(message, name))
+    if field.has_presence and field.message_type is None:
+        return lambda message: getattr(message, name) if message.HasField(name) else None
+    return attrgetter(name)
+
+
+_SAMPLING_READERS = _readers(SamplingParams, request_pb2.SamplingParams)
+_REQUEST_READERS = _readers(Request, request_pb2.Request)
+
+
+def token_to_wire(t: Token) -> request_pb2.Token:
+    return request_pb2.Token(
         index=t.index,
         token_id=t.token_id,
         logprob=t.logprob,
-        top_logprobs=[sequence_pb2.TokenLogprob(token_id=i, logprob=p) for i, p in t.top_logprobs],
+        top_logprobs=[request_pb2.TokenLogprob(token_id=i, logprob=p) for i, p in t.top_logprobs],
     )
 
 
-def token_from_wire(m: sequence_pb2.Token) -> Token:
+def token_from_wire(m: request_pb2.Token) -> Token:
     return Token(
         m.index,
         m.token_id,

@@ -18,14 +18,14 @@ from shared.options.config import parse_config
 from shared.options.worker import WorkerConfig
 from shared.rpc import control_pb2_grpc, kv_pb2
 from shared.transfer.handoff.links import Links
-from shared.transfer.transports.grpc import InlineConnector, InlineLink, InlineWriter
+from shared.transfer.transports.grpc import GrpcConnector, GrpcLink, GrpcWriter
 from shared.transfer.transports.interface import Announce, Peer
 from shared.worker.worker import Service, Worker, run_worker
 from tests.chaos import blockable
 from tests.chaos.chunk_fault import CHUNKS_FILE_VARIABLE, ChunkFault
 
 
-class FaultyWriter(InlineWriter):
+class FaultyWriter(GrpcWriter):
     def __init__(self, file: Path, lease_s: float) -> None:
         self._file = file
         self._lease_s = lease_s
@@ -46,7 +46,7 @@ class FaultyWriter(InlineWriter):
             await announce()
 
 
-class FaultyLink(InlineLink):
+class FaultyLink(GrpcLink):
     def __init__(self, file: Path, lease_s: float) -> None:
         self._file = file
         self._lease_s = lease_s
@@ -55,7 +55,7 @@ class FaultyLink(InlineLink):
         return FaultyWriter(self._file, self._lease_s)
 
 
-class FaultyConnector(InlineConnector):
+class FaultyConnector(GrpcConnector):
     def __init__(self, file: Path, lease_s: float) -> None:
         self._link = FaultyLink(file, lease_s)
 

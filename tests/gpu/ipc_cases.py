@@ -45,8 +45,8 @@ async def test_blocks_of_another_process_arrive_bit_for_bit(seed: int) -> None:
         assert await ask(process, "push 0 10") == "pushed by cuda-ipc"
         assert await ask(process, "push 10 15") == "pushed by cuda-ipc"
         await eventually(lambda: both.num_missing() == 0)
-        sent = random_pool(GEOMETRY, seed).kv
-        assert torch.equal(found(pool, blocks), torch.cat([sent[1:11], sent[1:16]]))
+        sent = random_pool(GEOMETRY, seed).blocks
+        assert torch.equal(pool.blocks[blocks].cpu(), torch.cat([sent[1:11], sent[1:16]]))
         others = sorted(set(range(64)) - set(blocks))
         assert not found(pool, others).any()
         await committed_is_baseline(both)

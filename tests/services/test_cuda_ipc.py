@@ -22,14 +22,14 @@ from shared.rpc import kv_pb2
 from shared.transfer.handoff import metrics, setup
 from shared.transfer.handoff.links import Links
 from shared.transfer.handoff.sender import Sender
-from shared.transfer.handoff.setup import make_hosts, make_links
-from shared.transfer.transports.grpc import InlineConnector
+from shared.transfer.handoff.setup import make_acceptors, make_links
+from shared.transfer.transports.grpc import GrpcConnector
 from shared.transfer.transports.heads import PoolGroup
 from shared.transfer.transports.interface import LinkLost, Peer, Route
-from shared.transfer.transports.mapped.receiver import MappedHost
-from shared.transfer.transports.mapped.socket import GOODBYE, ProcessEnd, pack_ticket, receive_greeting
+from shared.transfer.transports.mapped.receiver import MappedAcceptor
+from shared.transfer.transports.mapped.socket import GOODBYE, ProcessEnd, pack_writer_id, receive_greeting
 from tests.support.eventually import eventually
-from tests.support.fake_device import FakeDevice, fake_cuda_connector, fake_cuda_host
+from tests.support.fake_device import FakeDevice, fake_cuda_acceptor, fake_cuda_connector
 from tests.support.fake_runner import GEOMETRY
 from tests.support.pair import Pair, ask, config_of, empty_group, finish, pair, random_pool, runner_of, sender_process
 
@@ -115,7 +115,7 @@ class TestEndOfAPeer:
     async def test_receivers_end_unmaps_its_pools_at_the_sender(self) -> None:
         async with opened() as (both, sender, ours, _):
             assert ours.num_mapped == 1
-            await both.receiver.hosts.close()
+            await both.receiver.acceptors.close()
             await eventually(lambda: ours.num_mapped == 0)
             with pytest.raises(Unavailable):
                 await sender.push(0, [1])
@@ -127,7 +127,7 @@ class TestEndOfAPeer:
             ours.may_finish.clear()
             push = asyncio.create_task(sender.push(0, [1, 2]))
             await eventually(lambda: bool(ours._begun))
-            await both.receiver.hosts.close()
+            await both.receiver.acceptors.close()
             assert ours.num_mapped == 1
             ours.may_finish.set()
             await eventually(lambda: ours.num_mapped == 0)
@@ -156,8 +156,8 @@ class TestEndOfAPeer:
             await wait(end)
 
         monkeypatch.setattr(ProcessEnd, "wait", spy)
-        async with listening_host() as host, stranger(host) as (process, link_id):
-            fence = host.landing(Route("cuda-ipc", link_id, 1), lambda: None).fence()
+        async with listening_acceptor() as acceptor, stranger(acceptor) as (process, link_id):
+            fence = acceptor.landing(Route("cuda-ipc", link_id, 1), lambda: None).fence()
             assert fence is not None
             assert process.stdin is not None
             process.stdin.write(f"{farewell}\n".encode())
@@ -170,11 +170,11 @@ class TestEndOfAPeer:
 
 
 @asynccontextmanager
-async def listening_host() -> AsyncIterator[MappedHost]:
+async def listening_acceptor() -> AsyncIterator[MappedAcceptor]:
     _, _, pools = devices()
-    host = fake_cuda_host(pools, BOOT)
-    yield host
-    await host.close()
+    acceptor = fake_cuda_acceptor(pools, BOOT)
+    yield acceptor
+    await acceptor.close()
 
 
 STRANGER = f"""
@@ -184,16 +184,16 @@ connection.connect(sys.argv[1])
 greeting = connection.recv(4096)
 print(greeting.hex(), flush=True)
 if sys.stdin.readline().strip() == "goodbye":
-    connection.send({pack_ticket(GOODBYE)!r})
+    connection.send({pack_writer_id(GOODBYE)!r})
 connection.close()
 sys.stdin.readline()
 """
 
 
 @asynccontextmanager
-async def stranger(host: MappedHost) -> AsyncIterator[tuple[asyncio.subprocess.Process, bytes]]:
+async def stranger(acceptor: MappedAcceptor) -> AsyncIterator[tuple[asyncio.subprocess.Process, bytes]]:
     """A process that connects as a sender does, and closes its socket when it is told to without ending itself."""
-    path = host.offer().socket_path
+    path = acceptor.offer().socket_path
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", STRANGER, path, stdin=PIPE, stdout=PIPE)
     assert process.stdout is not None
     greeting = kv_pb2.PoolGreeting.FromString(bytes.fromhex((await process.stdout.readline()).decode()))
@@ -215,12 +215,12 @@ class TestChoice:
 
         monkeypatch.setattr(ours, "open", refuse)
         connector = fake_cuda_connector(GEOMETRY, ours)
-        host = fake_cuda_host(pools, BOOT, theirs)
+        acceptor = fake_cuda_acceptor(pools, BOOT, theirs)
         with pytest.raises(LinkLost, match="GPU fake is not visible"):
-            await connector.connect(Peer(None, BOOT), host.offer())
-        await host.close()
+            await connector.connect(Peer(None, BOOT), acceptor.offer())
+        await acceptor.close()
         async with pair("grpc") as both:
-            both.links = Links([connector, InlineConnector()])
+            both.links = Links([connector, GrpcConnector()])
             both.expect(20)
             sender = both.sender()
             await sender.open(2)
@@ -232,18 +232,18 @@ class TestChoice:
     async def test_pools_of_another_model_are_not_kept_mapped(self, heads: int) -> None:
         pools = empty_group(replace(GEOMETRY, num_kv_heads=4), (2, 2))
         device = FakeDevice()
-        host = fake_cuda_host(pools, BOOT)
+        acceptor = fake_cuda_acceptor(pools, BOOT)
         connector = fake_cuda_connector(replace(GEOMETRY, num_kv_heads=heads), device)
         with pytest.raises(LinkLost, match="does not hold every head once"):
-            await connector.connect(Peer(None, BOOT), host.offer())
+            await connector.connect(Peer(None, BOOT), acceptor.offer())
         assert device.num_mapped == 0
-        await host.close()
+        await acceptor.close()
 
     def test_forced_on_a_worker_without_a_gpu_it_ends_the_worker_with_one_line(self) -> None:
         with pytest.raises(ConfigError, match="--transport is cuda-ipc, but this worker can only do shm, gloo, grpc"):
             make_links(config_of("cuda-ipc"), random_pool(GEOMETRY, 1), lambda: "")
         with pytest.raises(ConfigError, match="--transport is cuda-ipc, but this worker can only do gloo, grpc"):
-            make_hosts(config_of("cuda-ipc"), PoolGroup.of(random_pool(GEOMETRY, 1)), BOOT, lambda: "")
+            make_acceptors(config_of("cuda-ipc"), PoolGroup.of(random_pool(GEOMETRY, 1)), BOOT, lambda: "")
 
     async def test_on_a_gpu_it_is_the_first_choice_and_left_out_where_memory_cannot_be_exported(
         self, monkeypatch: pytest.MonkeyPatch
@@ -254,17 +254,17 @@ class TestChoice:
         exporter = FakeDevice()
         assert make_links(config_of("auto"), private.shards[0].pool, lambda: "").transports == ("cuda-ipc", "shm", "gloo", "grpc")
         monkeypatch.setattr(exporter, "export", lambda blocks: kv_pb2.CudaMemory())
-        hosts = make_hosts(config_of("auto"), private, BOOT, lambda: "")
-        assert hosts.transports == ("cuda-ipc", "gloo", "grpc")
-        await hosts.close()
+        acceptors = make_acceptors(config_of("auto"), private, BOOT, lambda: "")
+        assert acceptors.transports == ("cuda-ipc", "gloo", "grpc")
+        await acceptors.close()
 
         def refuse(blocks: torch.Tensor) -> kv_pb2.CudaMemory:
             raise OSError("cuIpcGetMemHandle: invalid argument")
 
         monkeypatch.setattr(exporter, "export", refuse)
-        assert make_hosts(config_of("auto"), private, BOOT, lambda: "").transports == ("gloo", "grpc")
+        assert make_acceptors(config_of("auto"), private, BOOT, lambda: "").transports == ("gloo", "grpc")
         with pytest.raises(ConfigError, match="--transport is cuda-ipc"):
-            make_hosts(config_of("cuda-ipc"), private, BOOT, lambda: "")
+            make_acceptors(config_of("cuda-ipc"), private, BOOT, lambda: "")
 
 
 def test_a_greeting_that_is_none_is_refused() -> None:

@@ -33,7 +33,7 @@ async def decode_worker() -> AsyncIterator[tuple[Cluster, FakeWorker, control_pb
 
 
 def generate(stub: control_pb2_grpc.DecodeStub, asked: Request, timeout_s: float = 20.0) -> Any:
-    return stub.Generate(control_pb2.GenerateRequest(sequence=request_to_wire(asked)), timeout=timeout_s)
+    return stub.Generate(control_pb2.GenerateRequest(request=request_to_wire(asked)), timeout=timeout_s)
 
 
 async def outputs_of(call: Any, asked: Request) -> list[Output]:

@@ -16,7 +16,7 @@ import xxhash
 from google.protobuf.message import Message
 
 from shared.base.worker_info import Role
-from shared.rpc import control_pb2, control_pb2_grpc, kv_pb2, kv_pb2_grpc, sequence_pb2
+from shared.rpc import control_pb2, control_pb2_grpc, kv_pb2, kv_pb2_grpc, request_pb2
 from shared.wire.conversions import request_to_wire
 from shared.wire.errors import is_broken_write
 from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
@@ -61,13 +61,13 @@ def rng() -> random.Random:
 
 def right(kind: type[Message], decode: FakeWorker) -> Message:
     """A message that a worker would take, if there is one that stands alone."""
-    sequence = request_to_wire(request(prompt_of(20)))
+    asked = request_to_wire(request(prompt_of(20)))
     if kind is control_pb2.GenerateRequest:
-        return control_pb2.GenerateRequest(sequence=sequence)
+        return control_pb2.GenerateRequest(request=asked)
     if kind is control_pb2.PrefillRequest:
         info = decode.info()
         destination = control_pb2.Destination(transfer_id=bytes(16), address=info.address, boot_id=info.boot_id)
-        return control_pb2.PrefillRequest(sequence=sequence, destination=destination)
+        return control_pb2.PrefillRequest(request=asked, destination=destination)
     return kind()
 
 
@@ -150,7 +150,7 @@ def shuffled_stream(rng: random.Random, key: kv_pb2.TransferKey, num_blocks: int
             checksum=xxhash.xxh3_64_intdigest(data), data=data,
         )  # fmt: skip
         chunks.append(kv_pb2.PushRequest(key=key, chunk=chunk))
-    first = sequence_pb2.Token(index=0, token_id=rng.randrange(1000))
+    first = request_pb2.Token(index=0, token_id=rng.randrange(1000))
     commit = kv_pb2.Commit(num_chunks=num_blocks, num_blocks=num_blocks, first_tokens=[first])
     messages = [*chunks, kv_pb2.PushRequest(key=key, commit=commit)]
     for _ in range(rng.randrange(4)):
@@ -180,7 +180,7 @@ async def push_nonsense(rng: random.Random, made: Cluster, decode: FakeWorker) -
     """One expected transfer, opened as it should be, and then a stream of chunks that is mostly wrong."""
     channel = made.channels.get(decode.info().address)
     asked, transfer_id = request(prompt_of(rng.randrange(1, 60)), max_tokens=1), rng.randbytes(16)
-    message = control_pb2.GenerateRequest(sequence=request_to_wire(asked), handoff=control_pb2.Handoff(transfer_id=transfer_id))
+    message = control_pb2.GenerateRequest(request=request_to_wire(asked), handoff=control_pb2.Handoff(transfer_id=transfer_id))
     generate = control_pb2_grpc.DecodeStub(channel).Generate(message, timeout=10)
     accepted = await generate.read()
     key = kv_pb2.TransferKey(transfer_id=transfer_id, attempt=0, boot_id=accepted.accepted.boot_id)

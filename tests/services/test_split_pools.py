@@ -9,7 +9,7 @@ import torch
 
 from shared.base.errors import CorruptTransfer
 from shared.base.request import Token
-from shared.transfer.handoff.setup import make_hosts
+from shared.transfer.handoff.setup import make_acceptors
 from shared.transfer.transports.interface import GRPC, SHM
 from tests.support.fake_runner import GEOMETRY
 from tests.support.pair import PAIR_TRANSPORTS, all_heads, config_of, empty_group, finish, pair, split_pool
@@ -73,11 +73,11 @@ class TestSplits:
 
 async def test_pools_of_which_one_cannot_be_mapped_are_not_offered_as_shared_memory() -> None:
     mixed = empty_group(SIX_HEADS, (3, 3))
-    hosts = make_hosts(config_of("auto"), mixed, "boot", lambda: "127.0.0.1")
-    assert SHM in hosts.transports
-    await hosts.close()
+    acceptors = make_acceptors(config_of("auto"), mixed, "boot", lambda: "127.0.0.1")
+    assert SHM in acceptors.transports
+    await acceptors.close()
     mixed.shards[1].pool.shared_storage = None
-    hosts = make_hosts(config_of("auto"), mixed, "boot", lambda: "127.0.0.1")
-    assert SHM not in hosts.transports
-    assert GRPC in hosts.transports
-    await hosts.close()
+    acceptors = make_acceptors(config_of("auto"), mixed, "boot", lambda: "127.0.0.1")
+    assert SHM not in acceptors.transports
+    assert GRPC in acceptors.transports
+    await acceptors.close()

@@ -32,10 +32,10 @@ from shared.base.worker_info import Role
 from shared.engine.schedule.plan import Event
 from shared.options.worker import WorkerConfig
 from shared.transfer.handoff import metrics
+from shared.transfer.handoff.acceptors import Acceptors
 from shared.transfer.handoff.links import Links
-from shared.transfer.handoff.offers import Hosts
-from shared.transfer.handoff.setup import make_hosts, make_links
-from shared.transfer.transports.grpc import InlineConnector
+from shared.transfer.handoff.setup import make_acceptors, make_links
+from shared.transfer.transports.grpc import GrpcConnector
 from shared.transfer.transports.heads import PoolGroup
 from shared.transfer.transports.interface import Connector, LinkLost
 from shared.transfer.transports.mapped.socket import listen_privately
@@ -43,7 +43,7 @@ from shared.worker.streams import Streams
 from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
 from tests.support.eventually import eventually
 from tests.support.fake_runner import GEOMETRY, expected_tokens
-from tests.support.fake_transport import FakeConnector, FakeHost, FakeWire, Fault
+from tests.support.fake_transport import FakeAcceptor, FakeConnector, FakeWire, Fault
 from tests.support.pair import (
     PAIR_TRANSPORTS,
     Pair,
@@ -281,7 +281,7 @@ class TestPair:
             both.expect(100)
             sender = both.sender()
             await sender.open(7)
-            await both.receiver.hosts.close()
+            await both.receiver.acceptors.close()
             await both.worker._server.stop(0)
             with pytest.raises(TwostrokeError):
                 await finish(sender, 0, [1, 2, 3])
@@ -299,7 +299,7 @@ class TestPair:
             await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
-            await both.receiver.hosts.close()
+            await both.receiver.acceptors.close()
             await both.worker._server.stop(0)
             with pytest.raises(TwostrokeError):
                 await sender._raise_status()
@@ -439,7 +439,7 @@ class TestFence:
             sender = both.sender()
             await sender.open(7)
             num_mappings = num_pool_mappings()
-            await both.receiver.hosts.close()
+            await both.receiver.acceptors.close()
             await eventually(lambda: num_pool_mappings() == num_mappings - 1)
             with pytest.raises(Unavailable):
                 await sender.push(0, [1])
@@ -507,7 +507,9 @@ async def test_delayed_sender_finds_its_attempt_expired() -> None:
 async def test_every_prefill_of_a_dying_link_ends_in_the_right_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = FakeWire()
     monkeypatch.setattr(
-        decode_main, "make_hosts", lambda config, pools, boot_id, host_name: Hosts([FakeHost(wire, pools.shards[0].pool)])
+        decode_main,
+        "make_acceptors",
+        lambda config, pools, boot_id, host_name: Acceptors([FakeAcceptor(wire, pools.shards[0].pool)]),
     )
     monkeypatch.setattr(prefill_main, "make_links", lambda config, pool, host_name: Links([FakeConnector(wire)]))
     async with cluster() as made:
@@ -523,7 +525,7 @@ async def test_every_prefill_of_a_dying_link_ends_in_the_right_tokens(monkeypatc
 async def test_time_to_push_the_last_blocks_counts_as_transfer_not_as_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     wire, clock_s = FakeWire(), 0.0
     monkeypatch.setattr(
-        decode_main, "make_hosts", lambda config, pools, boot_id, name: Hosts([FakeHost(wire, pools.shards[0].pool)])
+        decode_main, "make_acceptors", lambda config, pools, boot_id, name: Acceptors([FakeAcceptor(wire, pools.shards[0].pool)])
     )
     monkeypatch.setattr(prefill_main, "make_links", lambda config, pool, host_name: Links([FakeConnector(wire)]))
     monkeypatch.setattr(shipment, "time", SimpleNamespace(monotonic=lambda: clock_s))
@@ -662,7 +664,7 @@ class TestChoice:
     async def test_transport_that_does_not_work_gives_way_to_the_next_and_is_not_tried_each_time(self) -> None:
         async with pair("auto") as both:
             broken = Unreachable("shm")
-            connectors: list[Connector] = [broken, InlineConnector()]  # type: ignore[list-item]
+            connectors: list[Connector] = [broken, GrpcConnector()]  # type: ignore[list-item]
             both.links = Links(connectors)
             for number in range(3):
                 transfer_id = bytes([number]) * 16
@@ -684,8 +686,8 @@ class TestChoice:
         with pytest.raises(ConfigError, match="--transport is nccl, but this worker can only do"):
             make_links(config_of("nccl"), random_pool(GEOMETRY, 1), lambda: "")
         with pytest.raises(ConfigError, match="--transport is shm"):
-            make_hosts(config_of("shm"), PoolGroup.of(random_pool(GEOMETRY, 1)), "boot", lambda: "")
+            make_acceptors(config_of("shm"), PoolGroup.of(random_pool(GEOMETRY, 1)), "boot", lambda: "")
 
     def test_with_tls_nothing_is_sent_in_the_clear_unasked(self) -> None:
-        config = WorkerConfig(tls_cert="cert", tls_key="key")
+        config = WorkerConfig(tls_cert="cert", tls_key="key", tls_ca="ca")
         assert make_links(config, random_pool(GEOMETRY, 1), lambda: "").transports == ("shm", "grpc")

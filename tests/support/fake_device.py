@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from shared.base.worker_info import KvGeometry
+from shared.engine.memory.block_part import as_slice
 from shared.rpc import kv_pb2
 from shared.transfer.transports.heads import PoolGroup
 from shared.transfer.transports.mapped.cuda_ipc import CudaExported, CudaMapper
 from shared.transfer.transports.mapped.link import MappedConnector
 from shared.transfer.transports.mapped.memory import Copy
-from shared.transfer.transports.mapped.receiver import MappedHost
+from shared.transfer.transports.mapped.receiver import MappedAcceptor
 
 
 class FakeDevice:
@@ -67,11 +68,12 @@ class FakeDevice:
 
 def _copy(source: Tensor, target: Tensor, copy: Copy) -> None:
     for from_id, to_id in zip(copy.sources, copy.targets, strict=True):
-        target[to_id, copy.layers, :, copy.target_heads] = source[from_id, copy.layers, :, copy.source_heads]
+        layers, ours, theirs = as_slice(copy.layers), as_slice(copy.source_heads), as_slice(copy.target_heads)
+        target[to_id, layers, :, theirs] = source[from_id, layers, :, ours]
 
 
-def fake_cuda_host(pools: PoolGroup, boot_id: str, device: FakeDevice | None = None) -> MappedHost:
-    return MappedHost(CudaExported(pools, device or FakeDevice(pools)), boot_id)
+def fake_cuda_acceptor(pools: PoolGroup, boot_id: str, device: FakeDevice | None = None) -> MappedAcceptor:
+    return MappedAcceptor(CudaExported(pools, device or FakeDevice(pools)), boot_id)
 
 
 def fake_cuda_connector(geometry: KvGeometry, device: FakeDevice | None = None) -> MappedConnector:

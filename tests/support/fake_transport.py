@@ -13,9 +13,10 @@ from contextlib import asynccontextmanager
 from enum import Enum, auto
 
 from shared.base.errors import StaleTransfer
+from shared.engine.memory.block_part import as_slice
 from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
-from shared.transfer.transports.chunks import layers_of
+from shared.transfer.transports.chunks import part_of
 from shared.transfer.transports.interface import Announce, LinkLost, Peer, Route
 
 NAME = "fake"
@@ -38,12 +39,12 @@ class FakeWire:
         self.may_write.set()
         self.may_answer.set()
         self.link: FakeLink | None = None
-        self.host: FakeHost | None = None
+        self.acceptor: FakeAcceptor | None = None
 
 
 class FakeWriter:
-    def __init__(self, link: FakeLink, ticket: int) -> None:
-        self.route = Route(NAME, b"fake", ticket)
+    def __init__(self, link: FakeLink, writer_id: int) -> None:
+        self.route = Route(NAME, b"fake", writer_id)
         self.is_closed = False
         self._link = link
         self._reply = kv_pb2.OpenReply()
@@ -57,12 +58,12 @@ class FakeWriter:
         await wire.may_write.wait()
         if self.is_closed:
             raise StaleTransfer("the receiver has ended this attempt")
-        if not self._link.is_alive or wire.host is None:
+        if not self._link.is_alive or wire.acceptor is None:
             raise LinkLost("the fake link is gone")
         begin = chunk.first_block - self._reply.num_cached_blocks
         for source, target in zip(block_ids, self._reply.block_ids[begin : begin + chunk.num_blocks], strict=True):
-            layers, heads = layers_of(chunk), slice(chunk.first_head, chunk.first_head + chunk.num_heads)
-            wire.host.pool.blocks[target, layers, :, heads] = pool.blocks[source, layers]
+            layers, heads = as_slice(part_of(chunk).layers), as_slice(part_of(chunk).heads)
+            wire.acceptor.pool.blocks[target, layers, :, heads] = pool.blocks[source, layers]
         await self._announce(chunk, announce, wire.faults.pop(chunk.sequence_number, None))
 
     def close(self) -> None:
@@ -93,19 +94,20 @@ class FakeLink:
         self.wire = wire
         self.is_alive = True
         self.writers: dict[int, FakeWriter] = {}
-        self._tickets = itertools.count(1)
+        self._writer_ids = itertools.count(1)
 
     def writer(self) -> FakeWriter:
-        ticket = next(self._tickets)
-        return self.writers.setdefault(ticket, FakeWriter(self, ticket))
+        writer = FakeWriter(self, next(self._writer_ids))
+        self.writers[writer.route.writer_id] = writer
+        return writer
 
     def discard(self) -> None:
         self.die()
 
     def die(self) -> None:
         self.is_alive = False
-        if self.wire.host is not None:
-            self.wire.host.sender_died()
+        if self.wire.acceptor is not None:
+            self.wire.acceptor.sender_died()
 
 
 class FakeConnector:
@@ -115,7 +117,7 @@ class FakeConnector:
         self._wire = wire
 
     async def connect(self, peer: Peer, offer: kv_pb2.Offer) -> FakeLink:
-        if self._wire.host is None:
+        if self._wire.acceptor is None:
             raise LinkLost("nobody is at the other end")
         self._wire.link = FakeLink(self._wire)
         return self._wire.link
@@ -126,9 +128,9 @@ class FakeLanding:
     max_chunk_bytes = MAX_CHUNK_BYTES
     has_checksums = False
 
-    def __init__(self, host: FakeHost, ticket: int, on_lost: Callable[[], None]) -> None:
-        self._host = host
-        self._ticket = ticket
+    def __init__(self, acceptor: FakeAcceptor, writer_id: int, on_lost: Callable[[], None]) -> None:
+        self._acceptor = acceptor
+        self._writer_id = writer_id
         self._on_lost = on_lost
         self._fence: asyncio.Future[None] | None = None
         self._answer: asyncio.Task[None] | None = None
@@ -144,10 +146,10 @@ class FakeLanding:
         return None
 
     def close(self) -> None:
-        self._host.landings.pop(self._ticket, None)
+        self._acceptor.landings.pop(self._writer_id, None)
 
     def fence(self) -> asyncio.Future[None] | None:
-        link = self._host.wire.link
+        link = self._acceptor.wire.link
         if link is None or not link.is_alive:
             self.close()
             return None
@@ -164,20 +166,20 @@ class FakeLanding:
 
     async def _wait_for_answer(self, link: FakeLink) -> None:
         await link.wire.may_answer.wait()
-        link.writers[self._ticket].close()
+        link.writers[self._writer_id].close()
         self.close()
         if self._fence is not None and not self._fence.done():
             self._fence.set_result(None)
 
 
-class FakeHost:
+class FakeAcceptor:
     name = NAME
 
     def __init__(self, wire: FakeWire, pool: KvPool) -> None:
         self.wire = wire
         self.pool = pool
         self.landings: dict[int, FakeLanding] = {}
-        wire.host = self
+        wire.acceptor = self
 
     def offer(self) -> kv_pb2.Offer:
         return kv_pb2.Offer(transport=NAME)
@@ -185,11 +187,12 @@ class FakeHost:
     def landing(self, route: Route, on_lost: Callable[[], None]) -> FakeLanding:
         if self.wire.link is None or not self.wire.link.is_alive:
             raise LinkLost("the fake link is gone")
-        return self.landings.setdefault(route.ticket, FakeLanding(self, route.ticket, on_lost))
+        landing = self.landings[route.writer_id] = FakeLanding(self, route.writer_id, on_lost)
+        return landing
 
     def sender_died(self) -> None:
         for landing in list(self.landings.values()):
             landing.lost()
 
     async def close(self) -> None:
-        self.wire.host = None
+        self.wire.acceptor = None

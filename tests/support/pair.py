@@ -21,19 +21,19 @@ from shared.options.peers import PeerConfig
 from shared.options.worker import WorkerConfig
 from shared.rpc import control_pb2, kv_pb2_grpc
 from shared.transfer.handoff import metrics
+from shared.transfer.handoff.acceptors import Acceptors
 from shared.transfer.handoff.links import Links
-from shared.transfer.handoff.offers import Hosts
 from shared.transfer.handoff.receiver import Receiver
 from shared.transfer.handoff.sender import Sender
 from shared.transfer.handoff.service import KvTransferService
-from shared.transfer.handoff.setup import make_hosts, make_links
+from shared.transfer.handoff.setup import make_acceptors, make_links
 from shared.transfer.transports.heads import HeadShard, PoolGroup
 from shared.wire.channels import Channels
 from tests.support.cluster import FakeWorker, prompt_of, request
 from tests.support.eventually import eventually
-from tests.support.fake_device import FakeDevice, fake_cuda_connector, fake_cuda_host
+from tests.support.fake_device import FakeDevice, fake_cuda_acceptor, fake_cuda_connector
 from tests.support.fake_runner import GEOMETRY, FakeRunner
-from tests.support.fake_transport import FakeConnector, FakeHost, FakeWire
+from tests.support.fake_transport import FakeAcceptor, FakeConnector, FakeWire
 
 PAIR_TRANSPORTS = ("grpc", "shm", "gloo", "cuda-ipc")  # the last one's device memory is a fake
 CPU = torch.device("cpu")
@@ -130,14 +130,14 @@ async def pair(
     pools = pools or PoolGroup.of(made.pool)
     if transport == "cuda-ipc" and pools.shards[0].pool.device.type == "cpu":
         ours, theirs = devices or (FakeDevice(), FakeDevice(pools))
-        hosts = Hosts([fake_cuda_host(pools, made.boot_id, theirs)])
+        acceptors = Acceptors([fake_cuda_acceptor(pools, made.boot_id, theirs)])
         links = Links([fake_cuda_connector(geometry, ours)])
     elif wire is None:
-        hosts = make_hosts(made.config, pools, made.boot_id, lambda: "127.0.0.1")
+        acceptors = make_acceptors(made.config, pools, made.boot_id, lambda: "127.0.0.1")
         links = make_links(made.config, random_pool(geometry, 2), lambda: "127.0.0.1")
     else:
-        hosts, links = Hosts([FakeHost(wire, made.pool)]), Links([FakeConnector(wire)])
-    receiver = Receiver(made.engine, pools, made.boot_id, lease_s, made.streams.deliver, hosts)
+        acceptors, links = Acceptors([FakeAcceptor(wire, made.pool)]), Links([FakeConnector(wire)])
+    receiver = Receiver(made.engine, pools, made.boot_id, lease_s, made.streams.deliver, acceptors)
     await start_server(worker, receiver)
     both = Pair(worker, receiver, links)
     try:
@@ -145,7 +145,7 @@ async def pair(
     finally:
         await links.close()
         await both.channels.close()
-        await hosts.close()
+        await acceptors.close()
         await worker.stop()
 
 

@@ -28,6 +28,7 @@ from shared.transfer.transports.interface import CUDA_IPC
 from shared.wire.channels import Channels
 from tests.support.fake_device import fake_cuda_connector
 from tests.support.fake_runner import GEOMETRY
+from tests.support.pair import random_pool
 
 
 async def _discard() -> None:
@@ -61,7 +62,7 @@ async def main(address: str, boot_id: str, transport: str, device: str = "cpu") 
     while line := (await asyncio.to_thread(sys.stdin.readline)).split():
         match line:
             case ["fill", seed]:
-                pool.kv.copy_(torch.randn(pool.kv.shape, generator=torch.Generator().manual_seed(int(seed))))
+                pool.blocks.copy_(random_pool(GEOMETRY, int(seed)).blocks)
                 answer = "filled"
             case ["open", transfer, num_blocks]:
                 destination = control_pb2.Destination(transfer_id=bytes.fromhex(transfer), boot_id=boot_id)

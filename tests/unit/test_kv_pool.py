@@ -10,6 +10,7 @@ import torch
 from shared.base.errors import ConfigError, CorruptTransfer
 from shared.base.worker_info import KvGeometry, Role
 from shared.engine.memory import sizing
+from shared.engine.memory.block_part import BlockPart
 from shared.engine.memory.kv_pool import KvPool
 from shared.engine.memory.main_memory import available_memory_bytes
 from shared.kernels.reference import ReferenceKernels
@@ -17,6 +18,7 @@ from shared.options.worker import WorkerConfig
 from tests.support.engine import make_tiny_model, tiny_runner
 
 GEOMETRY = KvGeometry("digest", "bfloat16", num_layers=3, num_kv_heads=4, head_dim=8, block_size=16, kv_dtype="bfloat16")
+WHOLE = BlockPart.whole(GEOMETRY)
 CPU = torch.device("cpu")
 
 
@@ -43,10 +45,10 @@ def test_a_block_is_one_run_of_bytes_in_the_stated_layout() -> None:
 def test_what_is_read_from_one_pool_and_written_to_another_is_the_same(wrap: type) -> None:
     source, target = filled_pool(1), filled_pool(2)
     untouched = target.kv.clone()
-    data = source.read_blocks([7, 2, 5])
+    data = source.read_blocks([7, 2, 5], WHOLE.layers)
     assert len(data) == 3 * GEOMETRY.block_bytes
     assert bytes(data) == raw(source.kv[[7, 2, 5]])
-    target.write_blocks([3, 8, 1], wrap(data), 0, 3, 0, 4)
+    target.write_blocks([3, 8, 1], wrap(data), WHOLE)
     assert torch.equal(target.kv[[3, 8, 1]], source.kv[[7, 2, 5]])
     others = [0, 2, 4, 5, 6, 7]
     assert torch.equal(target.kv[others], untouched[others])
@@ -56,31 +58,30 @@ def test_ranges_of_layers_and_heads_are_written_to_their_place_and_nowhere_else(
     source, target = filled_pool(3), filled_pool(4)
     expected = target.kv.clone()
     expected[[4, 6], 1:3, :, 2:3] = source.kv[[1, 2], 1:3, :, 2:3]
-    target.write_blocks([4, 6], raw(source.kv[[1, 2], 1:3, :, 2:3]), 1, 2, 2, 1)
+    target.write_blocks([4, 6], raw(source.kv[[1, 2], 1:3, :, 2:3]), BlockPart(range(1, 3), range(2, 3)))
     assert torch.equal(target.kv, expected)
 
 
 @pytest.mark.parametrize(
-    ("block_ids", "size_blocks", "ranges"),
+    ("block_ids", "size_blocks", "part"),
     [
-        ([1, 2], 1.5, (0, 3, 0, 4)),
-        ([1, 2], 3, (0, 3, 0, 4)),
-        ([0], 1, (0, 3, 0, 4)),
-        ([9], 1, (0, 3, 0, 4)),
-        ([], 0, (0, 3, 0, 4)),
-        ([1], 1, (1, 3, 0, 4)),
-        ([1], 1, (0, 3, 1, 4)),
-        ([1], 0, (0, 0, 0, 4)),
-        ([1], 1, (-1, 3, 0, 4)),
+        ([1, 2], 1.5, WHOLE),
+        ([1, 2], 3, WHOLE),
+        ([0], 1, WHOLE),
+        ([9], 1, WHOLE),
+        ([], 0, WHOLE),
+        ([1], 1, BlockPart(range(1, 4), range(4))),
+        ([1], 1, BlockPart(range(3), range(1, 5))),
+        ([1], 0, BlockPart(range(0), range(4))),
+        ([1], 0, BlockPart(range(3), range(0))),
+        ([1], 1, BlockPart(range(-1, 2), range(4))),
     ],
 )
-def test_a_wrong_size_or_range_is_corrupt_and_changes_nothing(
-    block_ids: list[int], size_blocks: float, ranges: tuple[int, int, int, int]
-) -> None:
+def test_a_wrong_size_or_range_is_corrupt_and_changes_nothing(block_ids: list[int], size_blocks: float, part: BlockPart) -> None:
     pool = filled_pool(5)
     before = pool.kv.clone()
     with pytest.raises(CorruptTransfer):
-        pool.write_blocks(block_ids, bytes(int(size_blocks * GEOMETRY.block_bytes)), *ranges)
+        pool.write_blocks(block_ids, bytes(int(size_blocks * GEOMETRY.block_bytes)), part)
     assert torch.equal(pool.kv, before)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shared.base.errors import CorruptTransfer
 from shared.base.worker_info import KvGeometry
+from shared.engine.memory.block_part import BlockPart
 from shared.engine.memory.kv_pool import KvPool
 from shared.kernels.reference import ReferenceKernels
 from shared.transfer.transports.heads import HeadShard, PoolGroup
@@ -32,6 +33,10 @@ def group(split: Sequence[int], memory: np.ndarray) -> PoolGroup:
         shards.append(HeadShard(pool, first))
         first += count
     return PoolGroup(shards)
+
+
+def part(first_layer: int, num_layers: int, first_head: int, num_heads: int) -> BlockPart:
+    return BlockPart(range(first_layer, first_layer + num_layers), range(first_head, first_head + num_heads))
 
 
 def together(pools: PoolGroup) -> np.ndarray:
@@ -59,7 +64,7 @@ def test_written_heads_are_where_they_belong(
     pools = group(split, expected)
     chunk = rng.integers(0, 256, (len(block_ids), layers[1], 2, heads[1], HEAD_BYTES), dtype=np.uint8)
     data = torch.from_numpy(chunk.copy()).flatten() if as_tensor else chunk.tobytes()
-    pools.write_blocks(block_ids, data, *layers, *heads)
+    pools.write_blocks(block_ids, data, part(*layers, *heads))
     for block_id, block in zip(block_ids, chunk, strict=True):
         for layer in range(layers[1]):
             for head in range(heads[1]):
@@ -75,7 +80,7 @@ def test_a_wrong_size_or_range_is_corrupt_and_changes_nothing(split: tuple[int, 
     num_heads = change.get("num_heads", 4)
     size_bytes = max(0, 3 * 2 * 4 * HEAD_BYTES + change.get("size", 0))
     with pytest.raises(CorruptTransfer):
-        pools.write_blocks([change.get("block", 2)], bytes(size_bytes), 0, 3, change.get("first_head", 0), num_heads)
+        pools.write_blocks([change.get("block", 2)], bytes(size_bytes), part(0, 3, change.get("first_head", 0), num_heads))
     assert np.array_equal(together(pools), before)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.base.errors import InvalidRequest
 from shared.base.request import FinishReason, Output, Request, SamplingParams, Token
-from shared.rpc import control_pb2, sequence_pb2
+from shared.rpc import control_pb2, request_pb2
 from shared.wire import conversions as wire
 
 TOKEN_IDS = st.integers(0, 2**31 - 1)
@@ -40,18 +42,25 @@ TOKENS = st.builds(
 )
 
 
-@settings(max_examples=40)
-@given(SAMPLING)
-def test_sampling_comes_back(sampling):
-    message = sequence_pb2.SamplingParams.FromString(wire.sampling_to_wire(sampling).SerializeToString())
-    assert wire.sampling_from_wire(message) == sampling
+# Fields whose message is another, or that only one of the two has
+SAME_FIELDS = [
+    (SamplingParams, request_pb2.SamplingParams, set()),
+    (Request, request_pb2.Request, set()),
+    (Token, request_pb2.Token, set()),
+    (Output, control_pb2.Tokens, {"request_id"}),  # of the stream
+]
+
+
+@pytest.mark.parametrize(("kind", "message", "not_sent"), SAME_FIELDS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_dataclass_and_its_message_have_the_same_fields(kind, message, not_sent):
+    assert {field.name for field in fields(kind)} - not_sent == set(message.DESCRIPTOR.fields_by_name)
 
 
 @settings(max_examples=40)
-@given(st.lists(TOKEN_IDS, min_size=1, max_size=20), st.data(), SAMPLING, st.text(max_size=8))
-def test_a_request_comes_back(token_ids, data, sampling, salt):
-    request = Request("r-1", token_ids, data.draw(st.integers(1, len(token_ids))), sampling, salt)
-    message = sequence_pb2.Sequence.FromString(wire.request_to_wire(request).SerializeToString())
+@given(st.lists(TOKEN_IDS, min_size=1, max_size=20).map(tuple), st.data(), SAMPLING, st.text(max_size=8), st.text(max_size=8))
+def test_a_request_comes_back(token_ids, data, sampling, salt, model):
+    request = Request("r-1", token_ids, data.draw(st.integers(1, len(token_ids))), sampling, salt, model)
+    message = request_pb2.Request.FromString(wire.request_to_wire(request).SerializeToString())
     assert wire.request_from_wire(message) == request
 
 
@@ -65,8 +74,25 @@ def test_an_output_comes_back(tokens, reason, choice, num_cached_tokens):
 
 def test_no_logprobs_and_zero_logprobs_are_different_wishes():
     for num_logprobs in (None, 0):
-        message = wire.sampling_to_wire(SamplingParams(num_logprobs=num_logprobs))
-        assert wire.sampling_from_wire(message).num_logprobs == num_logprobs
+        message = wire.request_to_wire(Request("r-1", (1,), 1, SamplingParams(num_logprobs=num_logprobs)))
+        assert wire.request_from_wire(message).sampling.num_logprobs == num_logprobs
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request("r-1", (2**32,), 1, SamplingParams()),
+        Request("r-1", (-1,), 1, SamplingParams()),
+        Request("r-1", (1,), 1, SamplingParams(top_k=2**32)),
+        Request("r-1", (1,), 1, SamplingParams(logit_bias={2**32: 1.0})),
+        Request("r-1", (1,), 1, SamplingParams(stop_token_ids=(-1,))),
+        Request("r-1", (1,), 1, SamplingParams(), cache_salt="\ud800"),
+    ],
+    ids=["token", "negative", "top_k", "logit_bias", "stop", "salt"],
+)
+def test_a_value_that_no_message_can_carry_is_the_clients_mistake(request_):
+    with pytest.raises(InvalidRequest, match="does not fit its message"):
+        wire.request_to_wire(request_)
 
 
 @pytest.mark.parametrize(
@@ -75,12 +101,12 @@ def test_no_logprobs_and_zero_logprobs_are_different_wishes():
         ({"request_id": ""}, "request_id"),
         ({"num_prompt_tokens": 0}, "prompt"),
         ({"num_prompt_tokens": 4}, "prompt"),
-        ({"sampling": sequence_pb2.SamplingParams()}, "max_tokens"),  # a peer that sent nothing
+        ({"sampling": request_pb2.SamplingParams()}, "max_tokens"),  # a peer that sent nothing
     ],
 )
 def test_a_malformed_message_is_the_senders_mistake_by_name(change, param):
     message = wire.request_to_wire(Request("r-1", [1, 2, 3], 3, SamplingParams()))
     fields = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
     with pytest.raises(InvalidRequest) as caught:
-        wire.request_from_wire(sequence_pb2.Sequence(**fields | change))
+        wire.request_from_wire(request_pb2.Request(**fields | change))
     assert caught.value.param == param

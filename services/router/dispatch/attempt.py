@@ -48,7 +48,7 @@ class Attempt:
     async def run(self) -> None:
         """Returns when all choices have ended. Raises LegFailed, or InvalidRequest for the client's mistake."""
         decode, prefill, transfer_id = self._placement.decode, self._placement.prefill, os.urandom(16)
-        message = control_pb2.GenerateRequest(sequence=request_to_wire(self._request))
+        message = control_pb2.GenerateRequest(request=request_to_wire(self._request))
         if prefill is not None:
             message.handoff.transfer_id = transfer_id
         self._stream = stream = LegStream(self._stub.Generate(message, timeout=self._budget.left_s), "decode", decode)

@@ -25,12 +25,11 @@ from torch import Tensor
 
 from shared.base.errors import CorruptTransfer
 from shared.base.worker_info import KvGeometry
+from shared.engine.memory.block_part import BlockPart, as_slice
 from shared.engine.memory.pool_memory import SharedStorage, Storage, zeroed_storage
 from shared.kernels.interface import Kernels
 from shared.kernels.kv_layout import KvLayer, typed_views
 from shared.models.dtype import KV_DTYPES
-
-ALL_LAYERS = slice(None)
 
 
 class KvPool:
@@ -67,42 +66,34 @@ class KvPool:
         """The bytes of a pool on a CPU, writable: [NB, L, 2, Hkv, head_bytes]."""
         return self.blocks.numpy()
 
-    def gather(self, block_ids: Sequence[int], layers: slice = ALL_LAYERS) -> Tensor:
+    def gather(self, block_ids: Sequence[int], layers: range) -> Tensor:
         """Those layers of some blocks, one block after the other: flat uint8, on the pool's device."""
         ids = torch.tensor(block_ids, dtype=torch.int64).to(self.device)
-        blocks = self._kernels.gather_blocks(self.blocks, ids) if layers == ALL_LAYERS else self.blocks[ids, layers]
-        return blocks.flatten()
+        if layers == range(self.geometry.num_layers):
+            return self._kernels.gather_blocks(self.blocks, ids).flatten()
+        return self.blocks[ids, as_slice(layers)].flatten()
 
-    def read_blocks(self, block_ids: Sequence[int], layers: slice = ALL_LAYERS) -> bytes | memoryview:
+    def read_blocks(self, block_ids: Sequence[int], layers: range) -> bytes | memoryview:
         """Those layers of some blocks, one block after the other. Waits for the device."""
         if self.device.type == "cpu":
-            blocks = self.host_blocks
-            return b"".join([blocks[b, layers].data for b in block_ids])  # layers of one block are one run of bytes
+            blocks, run = self.host_blocks, as_slice(layers)
+            return b"".join([blocks[b, run].data for b in block_ids])  # layers of one block are one run of bytes
         return self.gather(block_ids, layers).cpu().numpy().data
 
-    def write_blocks(
-        self,
-        block_ids: Sequence[int],
-        data: bytes | bytearray | memoryview | Tensor,
-        first_layer: int,
-        num_layers: int,
-        first_head: int,
-        num_heads: int,
-    ) -> None:
-        """Writes a range of layers and KV heads of some blocks: data is [len(block_ids), num_layers, 2, num_heads, head_bytes],
-        as bytes or as a flat uint8 tensor on the pool's device. Raises CorruptTransfer, and writes nothing, if a range
-        or the size of `data` is wrong."""
+    def write_blocks(self, block_ids: Sequence[int], data: bytes | bytearray | memoryview | Tensor, part: BlockPart) -> None:
+        """Writes a part of some blocks: data is [len(block_ids), layers, 2, heads, head_bytes], as bytes or as a flat uint8 tensor
+        on the pool's device. Raises CorruptTransfer, and writes nothing, if a range or the size of `data` is wrong."""
         g = self.geometry
-        self._check_range("block", min(block_ids, default=0), max(block_ids, default=0) + 1, 1, self.num_blocks)
-        self._check_range("layer", first_layer, first_layer + num_layers, 0, g.num_layers)
-        self._check_range("head", first_head, first_head + num_heads, 0, g.num_kv_heads)
-        shape = (len(block_ids), num_layers, 2, num_heads, g.head_bytes)
+        self._check_range("block", range(min(block_ids, default=0), max(block_ids, default=0) + 1), range(1, self.num_blocks))
+        self._check_range("layer", part.layers, range(g.num_layers))
+        self._check_range("head", part.heads, range(g.num_kv_heads))
+        shape = (len(block_ids), len(part.layers), 2, len(part.heads), g.head_bytes)
         size_bytes = data.numel() if isinstance(data, Tensor) else len(data)
         if size_bytes != prod(shape):
             raise CorruptTransfer(
-                f"{size_bytes} bytes came for {len(block_ids)} blocks of {num_layers} layers; {prod(shape)} are due"
+                f"{size_bytes} bytes came for {len(block_ids)} blocks of {len(part.layers)} layers; {prod(shape)} are due"
             )
-        layers, heads = slice(first_layer, first_layer + num_layers), slice(first_head, first_head + num_heads)
+        layers, heads = as_slice(part.layers), as_slice(part.heads)
         if self.device.type == "cpu":
             target = self.host_blocks
             source = data.numpy() if isinstance(data, Tensor) else np.frombuffer(data, dtype=np.uint8)
@@ -124,6 +115,6 @@ class KvPool:
         return staging.to(self.device, non_blocking=True)
 
     @staticmethod
-    def _check_range(what: str, start: int, stop: int, lowest: int, end: int) -> None:
-        if not lowest <= start < stop <= end:
-            raise CorruptTransfer(f"{what}s {start}..{stop - 1} are not within {lowest}..{end - 1}")
+    def _check_range(what: str, run: range, allowed: range) -> None:
+        if not allowed.start <= run.start < run.stop <= allowed.stop:
+            raise CorruptTransfer(f"{what}s {run.start}..{run.stop - 1} are not within {allowed.start}..{allowed.stop - 1}")

@@ -1,7 +1,8 @@
 """The sender's links to receivers: made on demand, kept while they live, one per receiving process.
 
 A receiver is asked once for what it offers. The best transport that both know is tried first; where it turns out not to work
-(another host, a container with its own files, a closed port) the next best is used, and the better one tried again after a while.
+(another machine, a container with its own files, a closed port) the next best is used, and the better one is tried again after a
+while.
 """
 
 from __future__ import annotations

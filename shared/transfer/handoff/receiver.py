@@ -25,13 +25,14 @@ from shared.base.blocks_of import num_blocks_of
 from shared.base.errors import CorruptTransfer, IncompatiblePeer, InvalidRequest, Overloaded, StaleTransfer
 from shared.base.request import Output, Request
 from shared.engine.engine import Engine
+from shared.engine.memory.block_part import BlockPart, as_slice
 from shared.engine.schedule.plan import SampledToken
 from shared.engine.schedule.sequence import Sequence as EngineSequence
 from shared.rpc import kv_pb2
 from shared.transfer.handoff import metrics
-from shared.transfer.handoff.offers import Hosts
-from shared.transfer.transports.chunks import checksum_of, chunk_bytes
-from shared.transfer.transports.grpc import InlineHost
+from shared.transfer.handoff.acceptors import Acceptors
+from shared.transfer.transports.chunks import blocks_of, checksum_of, chunk_bytes, part_of
+from shared.transfer.transports.grpc import GrpcAcceptor
 from shared.transfer.transports.heads import PoolGroup
 from shared.transfer.transports.interface import Landing, Payload, Route
 
@@ -75,16 +76,16 @@ class Receiver:
         boot_id: str,
         lease_s: float,
         on_outputs: Callable[[Sequence[Output]], None],
-        hosts: Hosts | None = None,
+        acceptors: Acceptors | None = None,
     ) -> None:
-        """`hosts` are the transports offered; None: gRPC only."""
+        """`acceptors` are the transports offered; None: gRPC only."""
         self._engine = engine
         self._pools = pools
         self._geometry = pools.geometry
         self._boot_id = boot_id
         self._lease_s = lease_s
         self._on_outputs = on_outputs
-        self.hosts = hosts or Hosts([InlineHost()])
+        self.acceptors = acceptors or Acceptors([GrpcAcceptor()])
         self._expected: dict[bytes, _Expected] = {}
 
     # The life of an expectation: as long as the Generate stream
@@ -156,7 +157,7 @@ class Receiver:
         payload = reservation.landing.payload(chunk)
         if payload is not None:
             self._write(key, reservation, chunk, payload)
-        _cells(reservation.missing, chunk)[...] = False
+        _cells(reservation.missing, blocks_of(chunk), part_of(chunk))[...] = False
         reservation.next_chunk += 1
         metrics.transferred_bytes.labels("received", reservation.landing.transport).inc(chunk_bytes(self._geometry, chunk))
         self._renew(key, reservation)
@@ -205,7 +206,7 @@ class Receiver:
         if expected.reservation is not None:  # a repeated call of the same attempt won
             return
         try:
-            landing = self.hosts.landing(route, lambda: self._lose(expected))
+            landing = self.acceptors.landing(route, lambda: self._lose(expected))
         except Exception:
             self._give_back(expected)
             raise
@@ -267,25 +268,20 @@ class Receiver:
         reservation = self._live(key)
         if chunk.sequence_number != reservation.next_chunk:
             raise self._corrupt(key, f"chunk {chunk.sequence_number} came when {reservation.next_chunk} was due", "order")
-        num_blocks, num_layers, num_heads = reservation.missing.shape
-        cells = _cells(reservation.missing, chunk)
-        if (
-            chunk.first_block + chunk.num_blocks > num_blocks
-            or chunk.first_layer + chunk.num_layers > num_layers
-            or chunk.first_head + chunk.num_heads > num_heads
-            or not cells.size
-            or not cells.all()
-        ):
-            last = chunk.first_block + chunk.num_blocks - 1
-            raise self._corrupt(key, f"blocks {chunk.first_block}..{last} are not all outstanding", "range")
+        blocks, part = blocks_of(chunk), part_of(chunk)
+        stops = (blocks.stop, part.layers.stop, part.heads.stop)
+        cells = _cells(reservation.missing, blocks, part)
+        is_inside = all(stop <= end for stop, end in zip(stops, reservation.missing.shape, strict=True))
+        if not is_inside or not cells.size or not cells.all():
+            raise self._corrupt(key, f"blocks {blocks.start}..{blocks.stop - 1} are not all outstanding", "range")
         return reservation
 
     def _write(self, key: kv_pb2.TransferKey, reservation: _Reservation, chunk: kv_pb2.Chunk, payload: Payload) -> None:
         if reservation.landing.has_checksums and checksum_of(payload) != chunk.checksum:
             raise self._corrupt(key, f"chunk {chunk.sequence_number} does not match its checksum", "checksum")
-        block_ids = reservation.sequence.block_table[chunk.first_block : chunk.first_block + chunk.num_blocks]
+        block_ids = reservation.sequence.block_table[as_slice(blocks_of(chunk))]
         try:
-            self._pools.write_blocks(block_ids, payload, chunk.first_layer, chunk.num_layers, chunk.first_head, chunk.num_heads)
+            self._pools.write_blocks(block_ids, payload, part_of(chunk))
         except CorruptTransfer as error:
             raise self._corrupt(key, error.message, "size") from None
 
@@ -354,10 +350,6 @@ def _resolve(room: asyncio.Future[EngineSequence], sequence: EngineSequence) -> 
         room.set_result(sequence)
 
 
-def _cells(missing: NDArray[np.bool_], chunk: kv_pb2.Chunk) -> NDArray[np.bool_]:
+def _cells(missing: NDArray[np.bool_], blocks: range, part: BlockPart) -> NDArray[np.bool_]:
     """The part of [prompt blocks, layers, heads] that a chunk is for. A view."""
-    return missing[
-        chunk.first_block : chunk.first_block + chunk.num_blocks,
-        chunk.first_layer : chunk.first_layer + chunk.num_layers,
-        chunk.first_head : chunk.first_head + chunk.num_heads,
-    ]
+    return missing[as_slice(blocks), as_slice(part.layers), as_slice(part.heads)]

@@ -20,10 +20,11 @@ import grpc
 from shared.base.errors import DeadlineExceeded, Internal, Unavailable
 from shared.base.request import Token
 from shared.base.worker_info import KvGeometry
+from shared.engine.memory.block_part import BlockPart
 from shared.rpc import control_pb2, kv_pb2, kv_pb2_grpc
 from shared.transfer.handoff import metrics
 from shared.transfer.handoff.links import Links
-from shared.transfer.transports.chunks import chunk_bytes, cut
+from shared.transfer.transports.chunks import chunk_bytes, cut, fill_in
 from shared.transfer.transports.heads import HeadShard
 from shared.transfer.transports.interface import Link, Peer, Writer
 from shared.wire.conversions import token_to_wire
@@ -145,7 +146,7 @@ class Sender:
             num_blocks=num_blocks,
             transport=writer.route.transport,
             link_id=writer.route.link_id,
-            ticket=writer.route.ticket,
+            writer_id=writer.route.writer_id,
         )
         try:
             reply: kv_pb2.OpenReply = await self._peer.stub.Open(request, timeout=self._timeout_s)
@@ -161,10 +162,8 @@ class Sender:
         message = kv_pb2.PushRequest(key=self._key)
         chunk = message.chunk  # filled in where it is: a chunk that is put into a message is copied, with all its bytes
         chunk.sequence_number = self._num_chunks
-        chunk.first_block, chunk.num_blocks = first_block, len(block_ids)
-        chunk.first_layer, chunk.num_layers = layers.start, len(layers)
-        chunk.first_head, chunk.num_heads = shard.first_head, shard.pool.geometry.num_kv_heads
-        # A task of its own, because a parcel that is half under way had better arrive when this call is cancelled (see `abort`).
+        fill_in(chunk, range(first_block, first_block + len(block_ids)), BlockPart(layers, shard.heads))
+        # A task of its own, because a message that is half under way should arrive when this call is cancelled (see `abort`).
         self._shipping = asyncio.create_task(self._writer.ship(chunk, shard.pool, block_ids, lambda: self._write(message)))
         await self._shipped_or_refused(self._shipping)
         if not self._shipping.done():

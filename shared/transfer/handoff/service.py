@@ -7,9 +7,9 @@ from typing import Any
 
 from shared.base.errors import CorruptTransfer, InvalidRequest
 from shared.engine.schedule.plan import SampledToken
-from shared.rpc import kv_pb2, kv_pb2_grpc, sequence_pb2
+from shared.rpc import kv_pb2, kv_pb2_grpc, request_pb2
 from shared.transfer.handoff.receiver import Receiver
-from shared.transfer.transports.group.receiver import GroupHost
+from shared.transfer.transports.group.receiver import GroupAcceptor
 from shared.transfer.transports.interface import GRPC, Route
 
 
@@ -19,20 +19,20 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
         self._timeout_s = timeout_s
 
     async def GetOffers(self, request: kv_pb2.OffersRequest, context: Any) -> kv_pb2.OffersReply:
-        return kv_pb2.OffersReply(offers=self._receiver.hosts.offers())
+        return kv_pb2.OffersReply(offers=self._receiver.acceptors.offers())
 
     async def Join(self, request: kv_pb2.JoinRequest, context: Any) -> AsyncIterator[kv_pb2.JoinReply]:
-        host = self._receiver.hosts.find(request.transport)
-        if not isinstance(host, GroupHost):
+        acceptor = self._receiver.acceptors.find(request.transport)
+        if not isinstance(acceptor, GroupAcceptor):
             raise InvalidRequest(f"transport is {request.transport!r}; it has no communicator to join", param="transport")
-        async for reply in host.join(request):
+        async for reply in acceptor.join(request):
             yield reply
 
     async def Open(self, request: kv_pb2.OpenRequest, context: Any) -> kv_pb2.OpenReply:
         remaining_s = context.time_remaining()
         # Answer a little before the caller gives up, so that it learns why.
         timeout_s = self._timeout_s if remaining_s is None else min(self._timeout_s, 0.9 * remaining_s)
-        route = Route(request.transport or GRPC, request.link_id, request.ticket)
+        route = Route(request.transport or GRPC, request.link_id, request.writer_id)
         return await self._receiver.open(request.key, request.geometry, request.num_blocks, timeout_s, route)
 
     async def Push(self, requests: AsyncIterator[kv_pb2.PushRequest], context: Any) -> kv_pb2.PushReply:
@@ -55,6 +55,6 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
         return kv_pb2.AbortReply(was_live=self._receiver.abort(request.key))
 
 
-def _sampled(token: sequence_pb2.Token) -> SampledToken:
+def _sampled(token: request_pb2.Token) -> SampledToken:
     top = tuple((t.token_id, t.logprob) for t in token.top_logprobs)
     return SampledToken(token.token_id, token.logprob if token.HasField("logprob") else None, top)

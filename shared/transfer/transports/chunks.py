@@ -1,4 +1,4 @@
-"""How blocks are cut into chunks, and a chunk's size and checksum, which are the same at both ends."""
+"""How blocks are cut into chunks, and a chunk's ranges, size and checksum, which are the same at both ends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import xxhash
 from torch import Tensor
 
 from shared.base.worker_info import KvGeometry
+from shared.engine.memory.block_part import BlockPart
 from shared.rpc import kv_pb2
 from shared.transfer.transports.interface import Payload
 
@@ -36,10 +37,24 @@ def chunk_bytes(geometry: KvGeometry, chunk: kv_pb2.Chunk) -> int:
     return chunk.num_blocks * chunk.num_layers * 2 * chunk.num_heads * geometry.head_bytes
 
 
-def layers_of(chunk: kv_pb2.Chunk) -> slice:
-    return slice(chunk.first_layer, chunk.first_layer + chunk.num_layers)
+def blocks_of(chunk: kv_pb2.Chunk) -> range:
+    """Which of the prompt's blocks."""
+    return range(chunk.first_block, chunk.first_block + chunk.num_blocks)
+
+
+def part_of(chunk: kv_pb2.Chunk) -> BlockPart:
+    """Which layers and which of the model's KV heads of each of these blocks."""
+    layers = range(chunk.first_layer, chunk.first_layer + chunk.num_layers)
+    return BlockPart(layers, range(chunk.first_head, chunk.first_head + chunk.num_heads))
+
+
+def fill_in(chunk: kv_pb2.Chunk, blocks: range, part: BlockPart) -> None:
+    """So that `blocks_of` and `part_of` give these again."""
+    chunk.first_block, chunk.num_blocks = blocks.start, len(blocks)
+    chunk.first_layer, chunk.num_layers = part.layers.start, len(part.layers)
+    chunk.first_head, chunk.num_heads = part.heads.start, len(part.heads)
 
 
 def checksum_of(payload: Payload) -> int:
-    """xxh3-64 of bytes in host memory."""
+    """xxh3-64 of bytes in main memory."""
     return xxhash.xxh3_64_intdigest(payload.numpy().data if isinstance(payload, Tensor) else payload)

@@ -8,21 +8,21 @@ from contextlib import asynccontextmanager
 
 from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
-from shared.transfer.transports.chunks import checksum_of, layers_of
+from shared.transfer.transports.chunks import checksum_of, part_of
 from shared.transfer.transports.interface import GRPC, Announce, Peer, Route
 
 # Measured (docs/performance.md): below 512 KiB the cost of a message shows, and above 2 MiB chunks no longer fit the caches.
 MAX_CHUNK_BYTES = 1024 * 1024
 
 
-class InlineWriter:
+class GrpcWriter:
     route = Route(GRPC)
 
     def opened(self, reply: kv_pb2.OpenReply) -> None:
         pass
 
     async def ship(self, chunk: kv_pb2.Chunk, pool: KvPool, block_ids: Sequence[int], announce: Announce) -> None:
-        data = pool.read_blocks(block_ids, layers_of(chunk))
+        data = pool.read_blocks(block_ids, part_of(chunk).layers)
         chunk.checksum = checksum_of(data)
         chunk.data = data if isinstance(data, bytes) else bytes(data)
         await announce()
@@ -31,26 +31,26 @@ class InlineWriter:
         pass
 
 
-class InlineLink:
+class GrpcLink:
     """Nothing is shared between attempts: the channel belongs to others, and heals by itself."""
 
     is_alive = True
 
-    def writer(self) -> InlineWriter:
-        return InlineWriter()
+    def writer(self) -> GrpcWriter:
+        return GrpcWriter()
 
     def discard(self) -> None:
         pass
 
 
-class InlineConnector:
+class GrpcConnector:
     name = GRPC
 
-    async def connect(self, peer: Peer, offer: kv_pb2.Offer) -> InlineLink:
-        return InlineLink()
+    async def connect(self, peer: Peer, offer: kv_pb2.Offer) -> GrpcLink:
+        return GrpcLink()
 
 
-class InlineLanding:
+class GrpcLanding:
     transport = GRPC
     has_checksums = True
 
@@ -74,7 +74,7 @@ class InlineLanding:
         return None  # only the receiver itself writes to its blocks
 
 
-class InlineHost:
+class GrpcAcceptor:
     name = GRPC
 
     def __init__(self, max_chunk_bytes: int = MAX_CHUNK_BYTES) -> None:
@@ -83,8 +83,8 @@ class InlineHost:
     def offer(self) -> kv_pb2.Offer:
         return kv_pb2.Offer(transport=GRPC)
 
-    def landing(self, route: Route, on_lost: Callable[[], None]) -> InlineLanding:
-        return InlineLanding(self._max_chunk_bytes)
+    def landing(self, route: Route, on_lost: Callable[[], None]) -> GrpcLanding:
+        return GrpcLanding(self._max_chunk_bytes)
 
     async def close(self) -> None:
         pass

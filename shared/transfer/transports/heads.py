@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from shared.base.errors import CorruptTransfer
+from shared.engine.memory.block_part import BlockPart, as_slice
 from shared.engine.memory.kv_pool import KvPool
 from shared.transfer.transports.interface import Payload
 
@@ -52,23 +53,21 @@ class PoolGroup:
         """One pool with all heads."""
         return cls([HeadShard(pool)])
 
-    def write_blocks(
-        self, block_ids: Sequence[int], data: Payload, first_layer: int, num_layers: int, first_head: int, num_heads: int
-    ) -> None:
+    def write_blocks(self, block_ids: Sequence[int], data: Payload, part: BlockPart) -> None:
         """As `KvPool.write_blocks`, with heads of the whole model; every head goes to the pool that holds it. A flat tensor may be
         on any device. Raises CorruptTransfer, and writes nothing, if a range or the size of `data` is wrong."""
-        heads = range(first_head, first_head + num_heads)
-        parts = list(overlaps(self.shards, heads))
+        heads = part.heads
+        holders = list(overlaps(self.shards, heads))
         g = self.geometry
-        shape = (len(block_ids), num_layers, 2, num_heads, g.head_bytes)
+        shape = (len(block_ids), len(part.layers), 2, len(heads), g.head_bytes)
         size_bytes = data.numel() if isinstance(data, Tensor) else len(data)
-        if not 0 <= first_head < heads.stop <= g.num_kv_heads or size_bytes != prod(shape):
-            raise CorruptTransfer(f"{size_bytes} bytes came for heads {first_head}..{heads.stop - 1}; {prod(shape)} are due")
-        for shard, common in parts:
-            part = data if len(parts) == 1 else _cut_heads(data, shape, slice_of(common, first_head))
-            if isinstance(part, Tensor):
-                part = part.to(shard.pool.device)
-            shard.pool.write_blocks(block_ids, part, first_layer, num_layers, common.start - shard.first_head, len(common))
+        if not 0 <= heads.start < heads.stop <= g.num_kv_heads or size_bytes != prod(shape):
+            raise CorruptTransfer(f"{size_bytes} bytes came for heads {heads.start}..{heads.stop - 1}; {prod(shape)} are due")
+        for shard, common in holders:
+            cut = data if len(holders) == 1 else _cut_heads(data, shape, within(common, heads.start))
+            if isinstance(cut, Tensor):
+                cut = cut.to(shard.pool.device)
+            shard.pool.write_blocks(block_ids, cut, BlockPart(part.layers, within(common, shard.first_head)))
 
 
 def overlaps(shards: Sequence[HeadShard], heads: range) -> Iterator[tuple[HeadShard, range]]:
@@ -83,13 +82,13 @@ def common_heads(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
-def slice_of(heads: range, first_head: int) -> slice:
+def within(heads: range, first_head: int) -> range:
     """Where the heads are in something that begins with `first_head`."""
-    return slice(heads.start - first_head, heads.stop - first_head)
+    return range(heads.start - first_head, heads.stop - first_head)
 
 
-def _cut_heads(data: Payload, shape: tuple[int, ...], heads: slice) -> Payload:
+def _cut_heads(data: Payload, shape: tuple[int, ...], heads: range) -> Payload:
     """Some heads of a chunk of `shape`, flat. A copy."""
     if isinstance(data, Tensor):
-        return data.view(shape)[:, :, :, heads].flatten()
-    return np.frombuffer(data, dtype=np.uint8).reshape(shape)[:, :, :, heads].reshape(-1).data
+        return data.view(shape)[:, :, :, as_slice(heads)].flatten()
+    return np.frombuffer(data, dtype=np.uint8).reshape(shape)[:, :, :, as_slice(heads)].reshape(-1).data

@@ -1,12 +1,23 @@
 """How bytes travel, apart from what they mean. A transport is four small classes, two at each end.
 
     sender                                   receiver
-    Connector ── connect ──────────────────> Host        one per transport and process: what it can do
+    Connector ── connect ──────────────────> Acceptor    one per transport and process: what it can do
        Link ═════════════════════════════════            one per pair of processes
          Writer ─────────────────────────────> Landing   one per transfer attempt
 
 The control messages (open, the headers of chunks in order, commit, abort) go over gRPC for every transport. A transport only brings
 the bytes of a chunk into blocks that the receiver has reserved, or to where the receiver puts them there itself.
+
+Words:
+    attempt      one try of a prefill worker to bring one prompt; a later one of the same transfer has a higher number
+    reservation  the blocks that an attempt has at the receiver, under a lease that every chunk renews
+    writer       the sender's end of an attempt: what writes its blocks
+    landing      the receiver's end of an attempt: where its bytes come down
+    route        which link, and which writer on it, an attempt uses
+    announce     to send a chunk's header: its bytes are there, or follow now
+    fence        the receiver's order that a writer stop, and the proof that it has stopped
+    quarantine   what an ended attempt's blocks are in until its fence is passed: neither used nor free
+    message number   counts the bytes that a communicator sends, so that headers (gRPC) and bytes find each other
 
 Two promises make reuse of a block safe. A `Writer` that is closed writes no more. And a `Landing` says, by its `fence`, when nobody
 can write to its blocks any more; before that they are not given back.
@@ -50,7 +61,7 @@ class Route:
 
     transport: str = GRPC
     link_id: bytes = b""
-    ticket: int = 0
+    writer_id: int = 0
 
 
 # The sender's end
@@ -116,7 +127,7 @@ class Landing(Protocol):
         """Bars the sender. None: nobody can write to the blocks from now on; else a future that is done when nobody can."""
 
 
-class Host(Protocol):
+class Acceptor(Protocol):
     name: str
 
     def offer(self) -> kv_pb2.Offer: ...

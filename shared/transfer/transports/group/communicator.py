@@ -41,7 +41,7 @@ class Communicator:
         self.is_alive = True
 
     async def join(self, make_store: Callable[[], Store], address: str) -> None:
-        """Meets the other process at the store. `address` is where this host is reached (gloo)."""
+        """Meets the other process at the store. `address` is where this machine is reached (gloo)."""
 
         def join() -> None:
             self._group = _make_group(self._backend, make_store(), self._rank, self._timeout, address)

@@ -1,7 +1,7 @@
 """NCCL and gloo, the sender's end: blocks are gathered into a staging buffer, announced, and sent while the receiver takes them.
 
-One parcel at a time, numbered. An abort lets the parcel under way arrive, so the communicator stays in step and is used again; only
-a parcel that does not arrive in time costs the communicator. The Join call stays open beside it: its end is the link's end.
+One message at a time, numbered. An abort lets the one under way arrive, so the communicator stays in step and is used again; only
+a message that does not arrive in time costs the communicator. The Join call stays open beside it: its end is the link's end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
-from shared.transfer.transports.chunks import checksum_of, layers_of
+from shared.transfer.transports.chunks import checksum_of, part_of
 from shared.transfer.transports.group.communicator import SENDER_RANK, Communicator, connect_store
 from shared.transfer.transports.interface import GLOO, Announce, LinkLost, Peer, Route
 from shared.wire.errors import from_rpc_error
@@ -36,13 +36,13 @@ class GroupWriter:
         pass
 
     async def ship(self, chunk: kv_pb2.Chunk, pool: KvPool, block_ids: Sequence[int], announce: Announce) -> None:
-        staged = pool.gather(block_ids, layers_of(chunk))
+        staged = pool.gather(block_ids, part_of(chunk).layers)
         if self.route.transport == GLOO:
             chunk.checksum = checksum_of(staged)
         await self._link.send(chunk, staged, announce)
 
     def close(self) -> None:
-        pass  # parcels under way land in the receiver's staging buffer, not in blocks
+        pass  # messages under way land in the receiver's staging buffer, not in blocks
 
 
 class GroupLink:
@@ -50,7 +50,7 @@ class GroupLink:
         self.route = route
         self._communicator = communicator
         self._call = call
-        self._next_parcel = 0
+        self._next_message = 0
         self._turn = asyncio.Lock()
         call.add_done_callback(lambda _: communicator.discard())
 
@@ -65,8 +65,8 @@ class GroupLink:
         async with self._turn:
             if not self.is_alive:
                 raise LinkLost("the communicator is gone")
-            chunk.parcel = self._next_parcel
-            self._next_parcel += 1
+            chunk.message_number = self._next_message
+            self._next_message += 1
             try:
                 await announce()
                 await self._communicator.send(staged)
@@ -81,7 +81,7 @@ class GroupLink:
 
 class GroupConnector:
     def __init__(self, transport: str, device: torch.device, address: Callable[[], str], timeout_s: float) -> None:
-        """`address` gives the name that others reach this host by, once it is known."""
+        """`address` gives the name that others reach this machine by, once it is known."""
         self.name = transport
         self._device = device
         self._address = address

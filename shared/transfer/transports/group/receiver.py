@@ -1,9 +1,9 @@
 """NCCL and gloo, the receiver's end: chunks land in a staging buffer, and from there in the blocks after all checks.
 
-    Join ──> store made ──> both meet there ──> parcel 0, 1, 2, … in order, each after its header has come by gRPC
+    Join ──> store made ──> both meet there ──> message 0, 1, 2, … in order, each after its header has come by gRPC
 
 A receive is posted only when a header says that there is something to receive: no kernel spins while nothing is sent. A sender that
-broke off leaves parcels out of step; then the communicator is thrown away on both sides, and the next transfer makes a new one.
+broke off leaves the two out of step; then the communicator is thrown away on both sides, and the next transfer makes a new one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GroupLanding:
 
     def __init__(self, transport: str, link: _Link, on_lost: Callable[[], None]) -> None:
         self.transport = transport
-        # What gloo sends crosses a network in the open; NCCL's bytes never come to the host, where a checksum could be taken.
+        # What gloo sends crosses a network in the open; NCCL's bytes never come to main memory, where a checksum could be taken.
         self.has_checksums = transport == GLOO
         self._link = link
         self._on_lost = on_lost
@@ -76,23 +76,23 @@ class _Link:
         self.ended = asyncio.Event()
         self._communicator = communicator
         self._geometry = geometry
-        self._next_parcel = 0
+        self._next_message = 0
         self._turn = asyncio.Condition()
 
     async def receive(self, chunk: kv_pb2.Chunk) -> Tensor:
-        """The bytes of the chunk's parcel. They are received also if the caller is cancelled: the next parcel comes after them."""
-        task = asyncio.create_task(self._receive(chunk.parcel, chunk_bytes(self._geometry, chunk)))
+        """The bytes of the chunk. They are received also if the caller is cancelled: the next message comes after them."""
+        task = asyncio.create_task(self._receive(chunk.message_number, chunk_bytes(self._geometry, chunk)))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # told here or, after a cancellation, to nobody
         return await asyncio.shield(task)
 
-    async def _receive(self, parcel: int, size_bytes: int) -> Tensor:
+    async def _receive(self, number: int, size_bytes: int) -> Tensor:
         async with self._turn:
-            await self._turn.wait_for(lambda: self._next_parcel >= parcel or self.ended.is_set())
+            await self._turn.wait_for(lambda: self._next_message >= number or self.ended.is_set())
             try:
-                if self.ended.is_set() or self._next_parcel != parcel:
-                    raise LinkLost("parcels are out of step")
+                if self.ended.is_set() or self._next_message != number:
+                    raise LinkLost("messages are out of step")
                 staged = await self._communicator.receive(size_bytes)
-                self._next_parcel += 1
+                self._next_message += 1
             except LinkLost:
                 self.ended.set()
                 raise
@@ -108,9 +108,9 @@ class _Link:
             landing.lost()
 
 
-class GroupHost:
+class GroupAcceptor:
     def __init__(self, transport: str, pools: PoolGroup, boot_id: str, address: Callable[[], str], timeout_s: float) -> None:
-        """`address` gives the name that others reach this host by, once it is known."""
+        """`address` gives the name that others reach this machine by, once it is known."""
         self.name = transport
         self._geometry = pools.geometry
         self._device = pools.shards[0].pool.device  # where chunks land, whichever pools their heads then go to

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shared.engine.memory.block_part import as_slice
 from shared.rpc import kv_pb2
 from shared.transfer.transports.mapped.memory import Copy
 
@@ -67,8 +68,9 @@ class CudaDevice:
             targets = _ids(copy.targets, target.device)
             sources = _ids(copy.sources, source.device)
             stream.wait_stream(torch.cuda.default_stream(source.device))
-            blocks = source.view(_WORD)[sources, copy.layers, :, copy.source_heads]
-            target.view(_WORD)[targets, copy.layers, :, copy.target_heads] = blocks.to(target.device)
+            layers, ours, theirs = as_slice(copy.layers), as_slice(copy.source_heads), as_slice(copy.target_heads)
+            blocks = source.view(_WORD)[sources, layers, :, ours]
+            target.view(_WORD)[targets, layers, :, theirs] = blocks.to(target.device)
 
     async def finish(self, target: Tensor) -> None:
         done = torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""Pools in GPU memory: the receiver exports its allocation, the sender of the same host maps it and copies on the device.
+"""Pools in GPU memory: the receiver exports its allocation, the sender of the same machine maps it and copies on the device.
 
 Copies are only begun by the event loop and end later, so a chunk is announced, and a fence answered, after `finish`. The other way
 round the receiver waits before it grants blocks: a kernel of its own that still uses what its scheduler has freed is not ordered

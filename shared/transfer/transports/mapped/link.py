@@ -22,8 +22,8 @@ from shared.base.errors import StaleTransfer
 from shared.base.worker_info import KvGeometry
 from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
-from shared.transfer.transports.chunks import layers_of
-from shared.transfer.transports.heads import common_heads, slice_of
+from shared.transfer.transports.chunks import part_of
+from shared.transfer.transports.heads import common_heads, within
 from shared.transfer.transports.interface import Announce, LinkLost, Peer, Route
 from shared.transfer.transports.mapped.memory import Copy, Mapper, PeerPool
 from shared.transfer.transports.mapped.socket import (
@@ -31,9 +31,9 @@ from shared.transfer.transports.mapped.socket import (
     MAX_MESSAGE_BYTES,
     is_same_user,
     machine_id,
-    pack_ticket,
+    pack_writer_id,
     receive_greeting,
-    unpack_ticket,
+    unpack_writer_id,
 )
 
 log = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ _CONNECT_TIMEOUT_S = 2.0
 
 
 class MappedWriter:
-    def __init__(self, link: MappedLink, ticket: int) -> None:
-        self.route = Route(link.transport, link.link_id, ticket)
+    def __init__(self, link: MappedLink, writer_id: int) -> None:
+        self.route = Route(link.transport, link.link_id, writer_id)
         self.is_closed = False
         self._link = link
         self._targets: Sequence[int] = ()
@@ -68,7 +68,7 @@ class MappedWriter:
 
     def close(self) -> None:
         self.is_closed = True
-        self._link.forget(self.route.ticket)
+        self._link.forget(self.route.writer_id)
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -92,7 +92,7 @@ class MappedLink:
         self._connection = connection
         self._pools = pools
         self._writers: dict[int, MappedWriter] = {}
-        self._tickets = itertools.count(GOODBYE + 1)
+        self._writer_ids = itertools.count(GOODBYE + 1)
         self._task = asyncio.create_task(self._serve(), name=f"{mapper.name}-link")
         self._task.add_done_callback(self._end)
 
@@ -100,22 +100,24 @@ class MappedLink:
         """`pool` holds the chunk's heads; each goes to the pool of the receiver that has it."""
         if not self.is_alive:
             raise LinkLost("the decode worker's memory is gone")
+        part = part_of(chunk)
         for peer in self._pools:
-            heads = common_heads(peer.heads, range(chunk.first_head, chunk.first_head + chunk.num_heads))
+            heads = common_heads(peer.heads, part.heads)
             if heads:
-                ours, theirs = slice_of(heads, chunk.first_head), slice_of(heads, peer.heads.start)
-                peer.pool.begin(pool, Copy(sources, targets, layers_of(chunk), ours, theirs))
+                ours, theirs = within(heads, part.heads.start), within(heads, peer.heads.start)
+                peer.pool.begin(pool, Copy(sources, targets, part.layers, ours, theirs))
 
     async def finish(self) -> None:
         for peer in self._pools:
             await peer.pool.finish()
 
     def writer(self) -> MappedWriter:
-        ticket = next(self._tickets)
-        return self._writers.setdefault(ticket, MappedWriter(self, ticket))
+        writer = MappedWriter(self, next(self._writer_ids))
+        self._writers[writer.route.writer_id] = writer
+        return writer
 
-    def forget(self, ticket: int) -> None:
-        self._writers.pop(ticket, None)
+    def forget(self, writer_id: int) -> None:
+        self._writers.pop(writer_id, None)
 
     def discard(self) -> None:
         self.is_alive = False
@@ -127,24 +129,24 @@ class MappedLink:
         try:
             await self._answer_fences()
         except (OSError, ValueError) as error:
-            log.warning("link to a decode worker of this host failed: %s", error)
+            log.warning("link to a decode worker of this machine failed: %s", error)
         finally:
             self.is_alive = False
             await self.finish()
             with suppress(OSError):
-                self._connection.send(pack_ticket(GOODBYE))
+                self._connection.send(pack_writer_id(GOODBYE))
 
     def _end(self, task: asyncio.Task[None]) -> None:
         for peer in self._pools:
             peer.pool.unmap()
         self._connection.close()
         if not task.cancelled() and task.exception() is not None:
-            log.error("the link to a decode worker of this host ended badly", exc_info=task.exception())
+            log.error("the link to a decode worker of this machine ended badly", exc_info=task.exception())
 
     async def _answer_fences(self) -> None:
         loop = asyncio.get_running_loop()
         while message := await loop.sock_recv(self._connection, MAX_MESSAGE_BYTES):
-            writer = self._writers.get(unpack_ticket(message))
+            writer = self._writers.get(unpack_writer_id(message))
             if writer is not None:
                 writer.close()
             await self.finish()
@@ -161,7 +163,7 @@ class MappedConnector:
 
     async def connect(self, peer: Peer, offer: kv_pb2.Offer) -> MappedLink:
         if not self._machine_id or offer.machine_id != self._machine_id:
-            raise LinkLost("the decode worker is on another host")
+            raise LinkLost("the decode worker is on another machine")
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setblocking(False)
         try:

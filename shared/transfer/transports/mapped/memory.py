@@ -2,9 +2,9 @@
 
     receiver                                         sender
     Exported   its pools, as they are handed out ──> Mapper ──> PeerPool     one per pool of the receiver
-    MappedHost, MappedLanding                        MappedConnector, MappedLink, MappedWriter: the same for both
+    MappedAcceptor, MappedLanding                        MappedConnector, MappedLink, MappedWriter: the same for both
 
-Who may write and until when is settled by the classes below the line, in `mapped_host.py` and `mapped_link.py`; how bytes get from
+Who may write and until when is settled by the classes below the line, in `receiver.py` and `link.py`; how bytes get from
 one memory into the other is all that the classes here know (`shm.py`, `cuda_ipc.py`).
 """
 
@@ -25,7 +25,7 @@ class Exported(Protocol):
     name: str  # of the transport
     writes_outlive_their_process: bool  # a while: the device may still be at work when the kernel closes a dead process's socket
     pools: Sequence[kv_pb2.PoolMemory]
-    fds: Sequence[int]  # of those pools that are host memory
+    fds: Sequence[int]  # of those pools that are main memory
 
     async def settle(self) -> None:
         """Returns when all that this process has begun on the pools until now has ended. What it frees it may still be using."""
@@ -37,9 +37,9 @@ class Copy:
 
     sources: Sequence[int]
     targets: Sequence[int]
-    layers: slice
-    source_heads: slice
-    target_heads: slice
+    layers: range
+    source_heads: range
+    target_heads: range
 
 
 class PeerPool(Protocol):

@@ -1,8 +1,8 @@
-"""Shared memory and CUDA IPC, the receiver's end: hands the pools to senders of this host, and bars them from blocks that must go
-back.
+"""Shared memory and CUDA IPC, the receiver's end: hands the pools to senders of this machine, and bars a sender from blocks that
+must go back.
 
     connected ──PoolGreeting──> landing … landing          one connection per sending process
-    attempt ends early: ──ticket──> (the sender closes the writer) ──ticket──> only now the blocks are free
+    attempt ends early: ──writer_id──> (the sender closes the writer) ──writer_id──> only now the blocks are free
     end of stream: the sending process is dead or has let go of the pools, all its blocks are free
 
 A sender that is stopped does not answer, so the few blocks of its attempts stay reserved until it goes on or dies.
@@ -30,9 +30,9 @@ from shared.transfer.transports.mapped.socket import (
     is_same_user,
     listen_privately,
     machine_id,
-    pack_ticket,
+    pack_writer_id,
     send_greeting,
-    unpack_ticket,
+    unpack_writer_id,
 )
 
 log = logging.getLogger(__name__)
@@ -45,10 +45,10 @@ class MappedLanding:
     max_chunk_bytes = MAX_CHUNK_BYTES
     has_checksums = False  # the copy is from memory to memory, under the hardware's own checks, and as fast as a checksum
 
-    def __init__(self, sender: _Sender, ticket: int, on_lost: Callable[[], None]) -> None:
+    def __init__(self, sender: _Sender, writer_id: int, on_lost: Callable[[], None]) -> None:
         self.transport = sender.exported.name
         self._sender = sender
-        self._ticket = ticket
+        self._writer_id = writer_id
         self._fence: asyncio.Future[None] | None = None
         self._on_lost = on_lost
 
@@ -64,13 +64,13 @@ class MappedLanding:
         return None
 
     def close(self) -> None:
-        self._sender.landings.pop(self._ticket, None)
+        self._sender.landings.pop(self._writer_id, None)
 
     def fence(self) -> asyncio.Future[None] | None:
         if not self._sender.is_alive:
             return None
         self._fence = asyncio.get_running_loop().create_future()
-        self._sender.orders.put_nowait(self._ticket)
+        self._sender.orders.put_nowait(self._writer_id)
         return self._fence
 
     def answered(self) -> None:
@@ -94,7 +94,7 @@ class _Sender:
         self.exported = exported
         self.link_id = secrets.token_bytes(16)
         self.landings: dict[int, MappedLanding] = {}
-        self.orders: asyncio.Queue[int] = asyncio.Queue()  # tickets to end
+        self.orders: asyncio.Queue[int] = asyncio.Queue()  # ids of the writers to end
         self.is_alive = True
         self._connection = connection
         self._process_end = ProcessEnd(connection) if exported.writes_outlive_their_process else None
@@ -122,12 +122,12 @@ class _Sender:
         said_goodbye = False
         while message := await self._read_message():
             try:
-                ticket = unpack_ticket(message)
+                writer_id = unpack_writer_id(message)
             except ValueError as error:
-                log.warning("a prefill worker of this host talks nonsense: %s", error)
+                log.warning("a prefill worker of this machine sent an invalid message: %s", error)
                 continue
-            said_goodbye |= ticket == GOODBYE
-            landing = self.landings.get(ticket)
+            said_goodbye |= writer_id == GOODBYE
+            landing = self.landings.get(writer_id)
             if landing is not None:
                 landing.answered()
         return said_goodbye
@@ -141,10 +141,10 @@ class _Sender:
     async def _send_orders(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await loop.sock_sendall(self._connection, pack_ticket(await self.orders.get()))
+            await loop.sock_sendall(self._connection, pack_writer_id(await self.orders.get()))
 
 
-class MappedHost:
+class MappedAcceptor:
     def __init__(self, exported: Exported, boot_id: str) -> None:
         """Listens at once, in a folder that only this user can enter."""
         self.name = exported.name
@@ -153,16 +153,17 @@ class MappedHost:
         self._senders: dict[bytes, _Sender] = {}
         self._listener, self._path = listen_privately()
         self._serving: set[asyncio.Task[None]] = set()
-        self._accepting = asyncio.create_task(self._accept(), name=f"{exported.name}-host")
+        self._accepting = asyncio.create_task(self._accept(), name=f"{exported.name}-acceptor")
 
     def offer(self) -> kv_pb2.Offer:
         return kv_pb2.Offer(transport=self.name, machine_id=machine_id(), socket_path=str(self._path))
 
     def landing(self, route: Route, on_lost: Callable[[], None]) -> MappedLanding:
         sender = self._senders.get(route.link_id)
-        if sender is None or route.ticket in sender.landings:
+        if sender is None or route.writer_id in sender.landings:
             raise LinkLost("the sender is not connected to this worker's memory")
-        return sender.landings.setdefault(route.ticket, MappedLanding(sender, route.ticket, on_lost))
+        landing = sender.landings[route.writer_id] = MappedLanding(sender, route.writer_id, on_lost)
+        return landing
 
     async def close(self) -> None:
         """Senders see the end of the stream and unmap."""
@@ -191,7 +192,7 @@ class MappedHost:
         try:
             sender = _Sender(connection, self._exported)
         except OSError as error:
-            log.warning("a prefill worker of this host gets no memory: %s", error)
+            log.warning("a prefill worker of this machine gets no memory: %s", error)
             return
         # Known before it is greeted: its first Open may be here before this task runs again.
         self._senders[sender.link_id] = sender

@@ -1,4 +1,4 @@
-"""Pools in host memory: the receiver's is a memfd, which the sender maps and copies into with its CPU."""
+"""Pools in main memory: the receiver's is a memfd, which the sender maps and copies into with its CPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.base.worker_info import KvGeometry
+from shared.engine.memory.block_part import as_slice
 from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
 from shared.transfer.transports.heads import PoolGroup
@@ -46,8 +47,9 @@ class ShmPeerPool:
     def begin(self, pool: KvPool, copy: Copy) -> None:
         if self._blocks is None:
             raise LinkLost("the decode worker's memory is gone")
-        for source, target in zip(_host_blocks(pool, copy.sources, copy.layers), copy.targets, strict=True):
-            self._blocks[target, copy.layers, :, copy.target_heads] = source[:, :, copy.source_heads]
+        layers, ours, theirs = as_slice(copy.layers), as_slice(copy.source_heads), as_slice(copy.target_heads)
+        for source, target in zip(_layers_of_blocks(pool, copy.sources, copy.layers), copy.targets, strict=True):
+            self._blocks[target, layers, :, theirs] = source[:, :, ours]
 
     async def finish(self) -> None:
         pass
@@ -75,16 +77,16 @@ class ShmMapper:
 
     def map(self, memory: kv_pb2.PoolMemory, fds: list[int], geometry: KvGeometry) -> ShmPeerPool:
         if memory.HasField("cuda") or not fds:
-            raise OSError("it is not host memory")
+            raise OSError("it is not main memory")
         pool = ShmPeerPool(mmap.mmap(fds.pop(0), memory.size_bytes), geometry)
         threading.Thread(target=pool.enter_pages, name="shm-pages", daemon=True).start()
         return pool
 
 
-def _host_blocks(pool: KvPool, block_ids: Sequence[int], layers: slice) -> Iterator[NDArray[np.uint8]]:
+def _layers_of_blocks(pool: KvPool, block_ids: Sequence[int], layers: range) -> Iterator[NDArray[np.uint8]]:
     """Each block, [layers, 2, heads, bytes of one head's tokens]: in place on a CPU, read from the device first on a GPU."""
     if pool.device.type == "cpu":
         blocks = pool.host_blocks
-        return (blocks[block_id, layers] for block_id in block_ids)
+        return (blocks[block_id, as_slice(layers)] for block_id in block_ids)
     read = np.frombuffer(pool.read_blocks(block_ids, layers), dtype=np.uint8)
-    return iter(read.reshape(len(block_ids), layers.stop - layers.start, *pool.blocks.shape[2:]))
+    return iter(read.reshape(len(block_ids), len(layers), *pool.blocks.shape[2:]))

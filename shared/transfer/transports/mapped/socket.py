@@ -1,8 +1,8 @@
-"""The unix socket between a sender and a receiver of one host: who is at the other end, and what is said over it.
+"""The unix socket between a sender and a receiver of one machine: who is at the other end, and what is said over it.
 
-    receiver -> sender   PoolGreeting, with a memfd for each pool in host memory: once
-    receiver -> sender   ticket: end this attempt
-    sender -> receiver   ticket: ended, nothing more will be written for it
+    receiver -> sender   PoolGreeting, with a memfd for each pool in main memory: once
+    receiver -> sender   writer_id: end this attempt
+    sender -> receiver   writer_id: ended, nothing more will be written for it
     sender -> receiver   GOODBYE: nothing more will be written at all; then the end of the stream
 
 Messages keep their boundaries (SOCK_SEQPACKET). The kernel closes the socket of a process that is dead, and not before none of its
@@ -25,14 +25,14 @@ from google.protobuf.message import DecodeError
 
 from shared.rpc import kv_pb2
 
-_TICKET = struct.Struct("<Q")
+_WRITER_ID = struct.Struct("<Q")
 _UCRED = struct.Struct("3i")  # pid, uid, gid
 _FOLDER_PREFIX = "twostroke-shm-"
 _SOCKET_NAME = "pool"
 MAX_MESSAGE_BYTES = 64
 _MAX_GREETING_BYTES = 16 * 1024
 _MAX_POOLS = 64
-GOODBYE = 0  # no attempt's ticket
+GOODBYE = 0  # no attempt's writer_id
 
 
 def machine_id() -> str:
@@ -114,12 +114,12 @@ def receive_greeting(connection: socket.socket) -> tuple[kv_pb2.PoolGreeting, li
     return greeting, fds
 
 
-def pack_ticket(ticket: int) -> bytes:
-    return _TICKET.pack(ticket)
+def pack_writer_id(writer_id: int) -> bytes:
+    return _WRITER_ID.pack(writer_id)
 
 
-def unpack_ticket(message: bytes) -> int:
-    """Raises ValueError if the message is not a ticket."""
-    if len(message) != _TICKET.size:
-        raise ValueError(f"{len(message)} bytes are not a ticket")
-    return int(_TICKET.unpack(message)[0])
+def unpack_writer_id(message: bytes) -> int:
+    """Raises ValueError if the message is not a writer_id."""
+    if len(message) != _WRITER_ID.size:
+        raise ValueError(f"{len(message)} bytes are not a writer_id")
+    return int(_WRITER_ID.unpack(message)[0])
