@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.base.address import Address
-from shared.base.errors import InvalidRequest
 from shared.base.request import Request
 from shared.base.worker_info import BootId, Role, WorkerId, WorkerInfo
 from shared.engine.compute.runner import ModelRunner
@@ -92,11 +91,8 @@ class Worker:
         await self.channels.close()
 
     def check_tokens(self, request: Request) -> None:
-        """Raises InvalidRequest for ids outside the vocabulary: they would read past the embedding."""
-        limit = self._runner.vocab_size
-        bad = next((t for t in request.token_ids if t >= limit), None)
-        if bad is not None:
-            raise InvalidRequest(f"token id {bad} is outside the vocabulary of {limit}", param="prompt")
+        """Raises InvalidRequest for ids outside the vocabulary. Every request that comes by the wire passes here first."""
+        request.check_vocabulary(self._runner.vocab_size)
 
     def info(self) -> WorkerInfo:
         return WorkerInfo(
