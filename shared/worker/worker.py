@@ -28,7 +28,7 @@ from shared.engine.schedule.blocks import BlockManager
 from shared.engine.schedule.scheduler import Scheduler
 from shared.engine.threads import compute_on_one_core, in_own_thread
 from shared.index.keys import Keys
-from shared.index.registry import Registration
+from shared.index.registration import Registration
 from shared.options.worker import WorkerConfig
 from shared.process.malloc import keep_large_buffers
 from shared.process.own_address import own_address
