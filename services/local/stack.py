@@ -61,6 +61,7 @@ class Stack:
         options |= {"TWOSTROKE_TOKENIZER": config.tokenizer}
         options |= {"TWOSTROKE_API_KEY": config.api_key, "TWOSTROKE_REDIS_URL": self.redis_url}
         options |= {"TWOSTROKE_HANDOFF": config.handoff, "TWOSTROKE_LOG_LEVEL": config.log_level}
+        options |= {"TWOSTROKE_DRAIN_TIMEOUT_S": str(config.drain_timeout_s)}
         return self._spec("router", _service("router"), self._inherited() | options)
 
     def _worker(self, name: str, index: int, at: Placement) -> ChildSpec:

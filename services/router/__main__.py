@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-
-import uvicorn
-from fastapi import FastAPI
 
 from services.router.config import RouterConfig
 from services.router.dispatch.dispatcher import Dispatcher
 from services.router.dispatch.fleet import Fleet
 from services.router.http.app import create_app
+from services.router.http.server import HttpServer, raise_file_limit
+from services.router.http.stopping import Stopping
 from services.router.text.tokenizer import ChatTokenizer
 from services.router.torch_free import forbid_torch
 from shared.index.keys import Keys
 from shared.index.prefix_index import PrefixLookup
-from shared.index.watcher import FleetWatcher
+from shared.index.registry import FleetWatcher
 from shared.options.config import parse_config
 from shared.process.listener import listen
 from shared.process.readiness import notify_progress, notify_ready
+from shared.process.tasks import cancel_and_wait
 from shared.process.telemetry import configure_logging
 from shared.wire.channels import Channels
-
-_SHUTDOWN_S = 1  # for streams that are open when the router is told to stop
 
 
 def main(argv: Sequence[str]) -> None:
@@ -34,6 +33,7 @@ def main(argv: Sequence[str]) -> None:
     config = parse_config(RouterConfig, argv, "twostroke router", os.environ)
     configure_logging(config.log_level, "router")
     listener = listen(config.host, config.port)  # before anything slow: a port in use is known at once
+    raise_file_limit()
     notify_progress("loading tokenizer")
     tokenizer = ChatTokenizer.load(config.model, config.revision, config.chat_template)
     asyncio.run(_serve(config, tokenizer, listener))
@@ -41,26 +41,17 @@ def main(argv: Sequence[str]) -> None:
 
 async def _serve(config: RouterConfig, tokenizer: ChatTokenizer, listener: socket.socket) -> None:
     async with _backend(config) as backend:
-        server = uvicorn.Server(_uvicorn_config(config, create_app(config, backend, tokenizer)))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        stopping = Stopping()
+        server = HttpServer(create_app(config, backend, tokenizer, stopping), config, stopping)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, server.stop)
+        serving = asyncio.create_task(server.serve(listener))
         notify_progress("waiting for workers")
         await asyncio.wait({serving, ready := asyncio.create_task(backend.wait_ready())}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             notify_ready()
-        ready.cancel()
+        await cancel_and_wait(ready)
         await serving
-
-
-def _uvicorn_config(config: RouterConfig, app: FastAPI) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        ssl_certfile=config.ssl_certfile or None,
-        ssl_keyfile=config.ssl_keyfile or None,
-        timeout_graceful_shutdown=_SHUTDOWN_S,
-        server_header=False,
-    )
 
 
 @asynccontextmanager

@@ -24,12 +24,15 @@ class RouterConfig(PeerConfig):
     api_key: str = option("", "keys that clients may use, comma separated; empty: no key is asked for", secret=True)
     ssl_certfile: str = option("", "certificate chain (PEM file) for HTTPS; empty: plain HTTP")
     ssl_keyfile: str = option("", "private key (PEM file) of --ssl-certfile")
-    request_timeout_s: float = option(600.0, "longest time one request may take")
+    request_timeout_s: float = option(600.0, "longest time one request may take, its answer's way to the client included")
+    keep_alive_timeout_s: float = option(120.0, "how long an idle connection stays open")
+    drain_timeout_s: float = option(30.0, "after SIGTERM, how long running requests may go on")
     worker_wait_s: float = option(60.0, "how long a request may wait while no worker can serve it, before it gets 503")
     handoff: str = option(
         "auto", "when prefill workers compute prompts: auto, where it pays, or always", choices=("auto", "always")
     )
     max_concurrent_requests: int = option(1024, "most requests being answered at once; further ones get 429")
+    max_connections: int = option(4096, "most connections of clients at once; further ones get 503")
     max_request_bytes: int = option(4 * 1024**2, "largest request body, such as 4MiB", parse=size_bytes)
     log_level: str = option("info", "least severe messages to log", choices=("debug", "info", "warning", "error"))
 
@@ -38,9 +41,13 @@ class RouterConfig(PeerConfig):
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             raise ValueError("--ssl-certfile and --ssl-keyfile go together")
         check_listener(self.host, self.port)
-        check_at_least(1, self, "max_concurrent_requests", "max_request_bytes")
+        check_at_least(1, self, "max_concurrent_requests", "max_connections", "max_request_bytes")
         if not self.request_timeout_s > 0:
             raise ValueError(f"--request-timeout-s is {self.request_timeout_s}; it must be above 0")
+        if not self.keep_alive_timeout_s > 0:
+            raise ValueError(f"--keep-alive-timeout-s is {self.keep_alive_timeout_s}; it must be above 0")
+        if not self.drain_timeout_s >= 0:
+            raise ValueError(f"--drain-timeout-s is {self.drain_timeout_s}; it must be at least 0")
 
     @property
     def model_name(self) -> str:

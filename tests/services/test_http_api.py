@@ -2,171 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
-import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
-import uvicorn
 from tokenizers import Tokenizer
 
-from services.router.config import RouterConfig
-from services.router.http.app import create_app
 from services.router.text.tokenizer import ChatTokenizer
-from shared.base.errors import Overloaded, TwostrokeError, Unavailable
-from shared.base.request import FinishReason, Output, Request, Token
-from tests.support.tiny_tokenizer import EOS_ID, save_tiny_tokenizer
+from shared.base.errors import Overloaded, Unavailable
+from shared.base.request import FinishReason
+from tests.support.http_service import MAX_MODEL_LEN, MODEL, FakeBackend, Service
+from tests.support.tiny_tokenizer import EOS_ID
 
-MODEL = "tiny"
-MAX_MODEL_LEN = 200
 CHAT = [{"role": "user", "content": "hi"}]
-
-
-@dataclass
-class Script:
-    """What the backend says to every request."""
-
-    text: str = "one two three"
-    reason: FinishReason = FinishReason.STOP
-    tokens_per_output: int = 1
-    num_cached_tokens: int = 0
-    error: TwostrokeError | Exception | None = None
-    error_after: int = 0  # outputs before the error
-    hang_after: int | None = None  # outputs before silence
-    not_ready: str | None = None
-
-
-@dataclass
-class FakeBackend:
-    tokenizer: Tokenizer
-    script: Script = field(default_factory=Script)
-    requests: list[Request] = field(default_factory=list)
-    deadlines_s: list[float] = field(default_factory=list)
-    started: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    closed: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-
-    def generate(self, request: Request, deadline_s: float) -> FakeGeneration:
-        self.requests.append(request)
-        self.deadlines_s.append(deadline_s)
-        return FakeGeneration(self, self.script, request)
-
-    def is_ready(self) -> str | None:
-        return self.script.not_ready
-
-    @property
-    def max_model_len(self) -> int:
-        if self.script.not_ready:
-            raise Unavailable(self.script.not_ready)
-        return MAX_MODEL_LEN
-
-    def say(self, **fields: Any) -> None:
-        self.script = Script(**fields)
-        self.requests.clear()
-        self.deadlines_s.clear()
-
-
-class FakeGeneration:
-    """Says the script's text, the choices in turn. Every choice has the same tokens; token i has logprob -i / 8."""
-
-    def __init__(self, backend: FakeBackend, script: Script, request: Request) -> None:
-        self._backend, self._script, self._request = backend, script, request
-        self._is_closed = False
-
-    async def __aiter__(self) -> AsyncIterator[Output]:
-        self._backend.started.release()
-        for i, output in enumerate(self._outputs()):
-            if self._script.error is not None and i >= self._script.error_after:
-                raise self._script.error
-            if self._script.hang_after is not None and i >= self._script.hang_after:
-                await asyncio.Event().wait()
-            yield output
-
-    def _outputs(self) -> Iterator[Output]:
-        sampling = self._request.sampling
-        ids = self._backend.tokenizer.encode(self._script.text).ids
-        ids = ids[: sampling.max_tokens] if self._script.reason is FinishReason.LENGTH else [*ids, EOS_ID]
-        k = sampling.num_logprobs
-        tokens = [
-            Token(i, t, None if k is None else -i / 8, tuple((t + j, -i / 8 - j) for j in range(k or 0))) for i, t in enumerate(ids)
-        ]
-        step = self._script.tokens_per_output
-        for start in range(0, len(tokens), step):
-            for choice in range(sampling.n):
-                output = Output(self._request.request_id, choice, tuple(tokens[start : start + step]))
-                if start == 0:
-                    output = replace(output, num_cached_tokens=self._script.num_cached_tokens)
-                yield output if start + step < len(tokens) else replace(output, finish_reason=self._script.reason)
-
-    async def aclose(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._backend.closed.release()
-
-
-@dataclass
-class Service:
-    backend: FakeBackend
-    port: int
-    http: httpx.Client
-    _server: uvicorn.Server
-    _thread: threading.Thread
-
-    def client(self, api_key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=api_key, max_retries=0, timeout=20)
-
-    def stop(self) -> None:
-        self.http.close()
-        self._server.should_exit = True
-        self._thread.join(timeout=20)
-        assert not self._thread.is_alive()
-
-
-def _serve(tokenizer: ChatTokenizer, raw: Tokenizer, **settings: Any) -> Service:
-    """`raw` is the same tokenizer, for the backend."""
-    backend = FakeBackend(raw)
-    app = create_app(RouterConfig(served_model_name=MODEL, **settings), backend, tokenizer)
-    listener = socket.create_server(("127.0.0.1", 0))
-    started = threading.Event()
-
-    class Announcing(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            started.set()
-
-    server = Announcing(uvicorn.Config(app, log_level="critical", loop="uvloop", http="httptools", timeout_graceful_shutdown=2))
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
-    assert started.wait(20)
-    port = listener.getsockname()[1]
-    return Service(backend, port, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60), server, thread)
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_tokenizer(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_folder: Path) -> ChatTokenizer:
-    return ChatTokenizer.load(str(model_folder))
-
-
-@pytest.fixture(scope="module")
-def raw(model_folder: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(model_folder / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
 def shared_service(tokenizer: ChatTokenizer, raw: Tokenizer) -> Iterator[Service]:
-    service = _serve(tokenizer, raw)
+    service = Service(tokenizer, raw)
     yield service
     service.stop()
 
@@ -502,7 +359,8 @@ def test_a_disconnect_closes_the_generation_at_once(
     while backend.closed.acquire(blocking=False) or backend.started.acquire(blocking=False):
         pass
     connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=20)
-    connection.request("POST", "/v1/completions", json.dumps({"model": MODEL, "prompt": prompt, "stream": stream}))
+    body = json.dumps({"model": MODEL, "prompt": prompt, "stream": stream})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
     num_generations = len(prompt)
     for _ in range(num_generations):
         assert backend.started.acquire(timeout=10)
@@ -517,7 +375,7 @@ def test_a_disconnect_closes_the_generation_at_once(
 
 
 def test_requests_beyond_the_limit_get_429_and_the_place_is_given_back(tokenizer: ChatTokenizer, raw: Tokenizer) -> None:
-    service = _serve(tokenizer, raw, max_concurrent_requests=1)
+    service = Service(tokenizer, raw, max_concurrent_requests=1)
     try:
         service.backend.say(hang_after=1)
         with service.client() as client:
@@ -537,7 +395,7 @@ def test_requests_beyond_the_limit_get_429_and_the_place_is_given_back(tokenizer
 
 
 def test_bodies_that_are_too_large_get_413(tokenizer: ChatTokenizer, raw: Tokenizer) -> None:
-    service = _serve(tokenizer, raw, max_request_bytes=1000)
+    service = Service(tokenizer, raw, max_request_bytes=1000)
     try:
         for content in (b"x" * 1001, iter([b"x" * 600] * 2)):  # announced, and chunked
             response = service.http.post("/v1/completions", content=content)
@@ -549,7 +407,7 @@ def test_bodies_that_are_too_large_get_413(tokenizer: ChatTokenizer, raw: Tokeni
 
 
 def test_keys_guard_all_but_the_probes(tokenizer: ChatTokenizer, raw: Tokenizer) -> None:
-    service = _serve(tokenizer, raw, api_key="alpha, beta-ß")
+    service = Service(tokenizer, raw, api_key="alpha, beta-ß")
     try:
         for key in ("alpha", "wrong", "alph"):
             with service.client(key) as client:
@@ -598,14 +456,6 @@ def test_tokenize_and_detokenize_are_inverse(service: Service, tokenizer: ChatTo
     assert tokenizer.decode(chat["tokens"]) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def _metric(service: Service, sample: str) -> float:
-    for line in service.http.get("/metrics").text.splitlines():
-        name, _, value = line.rpartition(" ")
-        if name == sample:
-            return float(value)
-    return 0.0
-
-
 def test_metrics_count_requests_tokens_and_latencies(service: Service, client: openai.OpenAI, backend: FakeBackend) -> None:
     samples = (
         'twostroke_http_requests_total{endpoint="/v1/completions",status="200"}',
@@ -617,7 +467,7 @@ def test_metrics_count_requests_tokens_and_latencies(service: Service, client: o
         "twostroke_time_to_first_token_seconds_count",
         "twostroke_inter_token_latency_seconds_count",
     )
-    before = [_metric(service, sample) for sample in samples]
+    before = [service.metric(sample) for sample in samples]
     backend.say(num_cached_tokens=1)
     answer = client.completions.create(model=MODEL, prompt="quick brown fox")
     with pytest.raises(openai.BadRequestError):
@@ -625,9 +475,9 @@ def test_metrics_count_requests_tokens_and_latencies(service: Service, client: o
     service.http.get("/some/random/path")
     assert answer.usage is not None
     num_prompt, num_output = answer.usage.prompt_tokens, answer.usage.completion_tokens
-    after = [_metric(service, sample) for sample in samples]
+    after = [service.metric(sample) for sample in samples]
     assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1, 1, num_prompt, 1, num_output, 1, num_output - 1]
-    assert _metric(service, "twostroke_http_requests_in_flight") == 0
+    assert service.metric("twostroke_http_requests_in_flight") == 0
 
 
 def test_a_long_prompt_does_not_hold_up_the_server(service: Service) -> None:

@@ -1,6 +1,6 @@
 """The router's HTTP front end: OpenAI's API on one side, a `Backend` on the other.
 
-request ──> Measure ──> CheckKey ──> BoundConcurrency ──> endpoint ──> Run ──> Backend.generate
+request ──> middleware ──> endpoint ──> Run ──> Backend.generate
 response <── SSE or JSON <── Writer <── pieces of text <── Choice per output <── Output events
 """
 
@@ -14,9 +14,10 @@ from services.router.http.chat import ChatCompletions
 from services.router.http.completions import Completions
 from services.router.http.errors import install_error_handlers
 from services.router.http.frontend import Frontend
-from services.router.http.middleware import BoundConcurrency, CheckKey, Measure
+from services.router.http.middleware import Begin, BoundConcurrency, CheckKey, Measure, RefuseWhenStopping
 from services.router.http.models import Models
 from services.router.http.probes import Probes
+from services.router.http.stopping import Stopping
 from services.router.http.tokens import Tokens
 from services.router.text.tokenizer import ChatTokenizer
 
@@ -25,20 +26,22 @@ GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
 OTHER_PATHS = ("/v1/models", "/tokenize", "/detokenize")
 
 
-def create_app(settings: RouterConfig, backend: Backend, tokenizer: ChatTokenizer) -> FastAPI:
+def create_app(settings: RouterConfig, backend: Backend, tokenizer: ChatTokenizer, stopping: Stopping) -> FastAPI:
     app = FastAPI(title="Twostroke", openapi_url=None, redirect_slashes=False)
-    _add_routes(app, Frontend(settings, backend, tokenizer))
+    _add_routes(app, Frontend(settings, backend, tokenizer), Probes(backend, stopping))
     install_error_handlers(app)
     # The one added last is outermost.
     app.add_middleware(BoundConcurrency, paths=GENERATION_PATHS, limit=settings.max_concurrent_requests)
     app.add_middleware(CheckKey, keys=settings.api_keys, open_paths=PROBE_PATHS)
+    app.add_middleware(RefuseWhenStopping, stopping=stopping, open_paths=PROBE_PATHS)
     app.add_middleware(Measure, known_paths=(*PROBE_PATHS, *GENERATION_PATHS, *OTHER_PATHS))
+    app.add_middleware(Begin, timeout_s=settings.request_timeout_s, stopping=stopping)
     return app
 
 
-def _add_routes(app: FastAPI, frontend: Frontend) -> None:
+def _add_routes(app: FastAPI, frontend: Frontend, probes: Probes) -> None:
     completions, chat = Completions(frontend), ChatCompletions(frontend)
-    models, tokens, probes = Models(frontend), Tokens(frontend), Probes(frontend.backend)
+    models, tokens = Models(frontend), Tokens(frontend)
     routes = (
         ("POST", "/v1/completions", completions.create),
         ("POST", "/v1/chat/completions", chat.create),
@@ -51,4 +54,5 @@ def _add_routes(app: FastAPI, frontend: Frontend) -> None:
         ("GET", "/metrics", probes.metrics),
     )
     for method, path, endpoint in routes:
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        app.add_api_route(path, endpoint, methods=methods, response_model=None)

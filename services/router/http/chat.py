@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request, Response
 
-from services.router.http.frontend import Frontend, new_id
+from services.router.http.context import context_of
+from services.router.http.frontend import Frontend
 from services.router.http.messages import for_template
 from services.router.http.schemas import ChatBody
 from services.router.text.choice import Piece, ShownToken
@@ -21,22 +21,22 @@ class ChatCompletions:
         self._frontend = frontend
 
     async def create(self, http: Request) -> Response:
-        arrived_s = time.perf_counter()
+        context = context_of(http.scope)
         body = await self._frontend.read(http, ChatBody)
         self._frontend.check_model(body.model)
         tokenizer = self._frontend.tokenizer
         text = tokenizer.render_chat(for_template(body.messages), body.add_generation_prompt, body.chat_template_kwargs)
         prompts = await tokenizer.encode([text], add_special_tokens=False)
-        request_id = new_id("chatcmpl")
+        request_id = context.new_id("chatcmpl")
         run = self._frontend.start(
             request_id,
+            context,
             body,
             prompts,
             max_tokens=body.max_output_tokens,
             default_max_tokens=None,
             num_logprobs=body.num_logprobs,
             prompt_param="messages",
-            arrived_s=arrived_s,
         )
         logprobs = LogprobWriter(tokenizer) if body.logprobs else None
         return await self._frontend.answer(http, request_id, body, run, ChatWriter(logprobs))

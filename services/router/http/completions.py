@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request, Response
 
-from services.router.http.frontend import Frontend, new_id
+from services.router.http.context import context_of
+from services.router.http.frontend import Frontend
 from services.router.http.prompts import read_prompts
 from services.router.http.schemas import CompletionBody
 from services.router.text.choice import Piece, ShownToken
@@ -24,23 +24,23 @@ class Completions:
         self._frontend = frontend
 
     async def create(self, http: Request) -> Response:
-        arrived_s = time.perf_counter()
+        context = context_of(http.scope)
         body = await self._frontend.read(http, CompletionBody)
         self._frontend.check_model(body.model)
         if body.echo and body.logprobs is not None:
             raise InvalidRequest("echo is true; this server does not support it together with logprobs", param="echo")
         tokenizer = self._frontend.tokenizer
         prompts = await read_prompts(body.prompt, tokenizer)
-        request_id = new_id("cmpl")
+        request_id = context.new_id("cmpl")
         run = self._frontend.start(
             request_id,
+            context,
             body,
             [prompt.token_ids for prompt in prompts],
             max_tokens=body.max_tokens,
             default_max_tokens=DEFAULT_MAX_TOKENS,
             num_logprobs=body.logprobs,
             prompt_param="prompt",
-            arrived_s=arrived_s,
         )
         echoes = [prompt.as_text(tokenizer) for prompt in prompts for _ in range(body.n)] if body.echo else None
         logprobs = LogprobWriter(tokenizer) if body.logprobs is not None else None

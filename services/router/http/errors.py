@@ -14,7 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from services.router.http.json_response import json_response
-from services.router.http.metrics import CLIENT_DISCONNECTS
+from services.router.http.metrics import CLIENT_DISCONNECTS, REQUESTS_REFUSED
+from services.router.http.stopping import ServerStopping
 from shared.base.errors import Cancelled, Internal, InvalidRequest, NotFound, Overloaded, TwostrokeError, Unauthorized, Unavailable
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,38 @@ class BodyTimeout(InvalidRequest):
     http_status = 408
 
 
+class HeadTimeout(InvalidRequest):
+    """The client is too slow in sending its request line and headers."""
+
+    http_status = 408
+
+
+class UriTooLong(InvalidRequest):
+    http_status = 414
+
+
+class HeadTooLarge(InvalidRequest):
+    http_status = 431
+
+
+class MalformedRequest(InvalidRequest):
+    """Not HTTP."""
+
+
+class UnsupportedMediaType(InvalidRequest):
+    http_status = 415
+
+
+class ForeignOrigin(InvalidRequest):
+    """A web page that may not use this server."""
+
+    http_status = 403
+
+
+class TooManyConnections(Unavailable):
+    pass
+
+
 class ClientGone(Cancelled):
     """The client closed its connection; nobody reads the answer."""
 
@@ -49,25 +82,54 @@ _CODES: dict[type[TwostrokeError], str] = {
     Overloaded: "rate_limit_exceeded",
 }
 
+# What refused requests are counted as; the first class that fits.
+_REFUSALS: dict[type[TwostrokeError], str] = {
+    MalformedRequest: "malformed",
+    HeadTooLarge: "head_too_large",
+    UriTooLong: "uri_too_long",
+    HeadTimeout: "head_timeout",
+    TooManyConnections: "connections",
+    ServerStopping: "stopping",
+    PayloadTooLarge: "body_too_large",
+    BodyTimeout: "body_timeout",
+    UnsupportedMediaType: "content_type",
+    ForeignOrigin: "origin",
+    Unauthorized: "key",
+    NotFound: "model",
+    ContextLengthExceeded: "context_length",
+    Overloaded: "concurrency",
+    InvalidRequest: "invalid",
+}
+
 
 def error_body(error: TwostrokeError) -> dict[str, Any]:
     return _body(error.message, error.kind, error.param, _CODES.get(type(error)))
 
 
 def error_response(error: TwostrokeError) -> Response:
+    """The answer to a request that is refused or has failed before anything was sent."""
+    count_refusal(error)
     headers = {}
     if isinstance(error, Overloaded | Unavailable):
         headers["Retry-After"] = str(RETRY_AFTER_S)
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, ServerStopping | TooManyConnections):
+        headers["Connection"] = "close"
     return json_response(error_body(error), error.http_status, headers)
 
 
-def as_twostroke_error(error: Exception) -> TwostrokeError:
-    """The error itself, or Internal for one that nobody foresaw; that one is logged, and only its log has the details."""
+def count_refusal(error: TwostrokeError) -> None:
+    reason = next((reason for kind, reason in _REFUSALS.items() if isinstance(error, kind)), None)
+    if reason is not None:
+        REQUESTS_REFUSED.labels(reason).inc()
+
+
+def as_twostroke_error(error: Exception, request_id: str) -> TwostrokeError:
+    """The error itself, or Internal for an unforeseen one; that one is logged, and only its log has the details."""
     if isinstance(error, TwostrokeError):
         return error
-    log.error("request failed", exc_info=error)
+    log.error("request %s failed", request_id, exc_info=error)
     return Internal("the server failed to answer this request; its log says why")
 
 
@@ -75,7 +137,6 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(TwostrokeError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_client_disconnect)
-    app.add_exception_handler(Exception, _on_unforeseen)
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
@@ -103,7 +164,3 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 async def _on_client_disconnect(request: Request, error: Exception) -> Response:
     CLIENT_DISCONNECTS.inc()
     return error_response(ClientGone("the client went away while it sent its request"))
-
-
-async def _on_unforeseen(request: Request, error: Exception) -> Response:
-    return error_response(Internal("the server failed to answer this request; its log says why"))

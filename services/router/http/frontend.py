@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
-from uuid import uuid4
 
 from fastapi import Request, Response
 
 from services.router.config import RouterConfig
 from services.router.dispatch.backend import Backend
 from services.router.http import limits
-from services.router.http.connection import while_connected
+from services.router.http.connection import while_wanted
+from services.router.http.context import RequestContext, context_of
 from services.router.http.json_response import json_response
 from services.router.http.render import Envelope, Writer, collect, stream
 from services.router.http.run import Run, TextOptions
@@ -44,6 +44,7 @@ class Frontend:
     def start(
         self,
         request_id: str,
+        context: RequestContext,
         body: GenerationBody,
         prompts: Sequence[list[int]],
         *,
@@ -51,7 +52,6 @@ class Frontend:
         default_max_tokens: int | None,
         num_logprobs: int | None,
         prompt_param: str,
-        arrived_s: float,
     ) -> Run:
         """A run that begins when its pieces are asked for. `max_tokens` is what the client asked for, if it did;
         `default_max_tokens` None: all that fits. Raises InvalidRequest."""
@@ -69,14 +69,10 @@ class Frontend:
             sampling = body.sampling(fitted, num_logprobs, self.tokenizer.eos_token_ids, self.tokenizer.vocab_size)
             requests.append(engine.Request(f"{request_id}-{i}", token_ids, len(token_ids), sampling, body.cache_salt))
         text = TextOptions(body.stop_strings, body.include_stop_str_in_output, body.skip_special_tokens)
-        return Run(self.backend, self.tokenizer, requests, text, arrived_s=arrived_s, timeout_s=self.settings.request_timeout_s)
+        return Run(self.backend, self.tokenizer, requests, text, arrived_at=context.arrived_at, deadline_at=context.deadline_at)
 
     async def answer(self, http: Request, request_id: str, body: GenerationBody, run: Run, writer: Writer) -> Response:
         envelope = Envelope(request_id, self.settings.model_name)
         if body.stream:
-            return EventStream(stream(run, writer, envelope, body.include_usage))
-        return json_response(await while_connected(http.receive, collect(run, writer, envelope)))
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid4().hex}"
+            return EventStream(stream(run, writer, envelope, body.include_usage), context_of(http.scope))
+        return json_response(await while_wanted(context_of(http.scope), http.receive, collect(run, writer, envelope)))

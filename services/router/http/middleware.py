@@ -1,20 +1,67 @@
-"""What happens to every request before and after its endpoint: it is counted, its key is checked, and generation is bounded.
+"""What happens to every request before and after its endpoint.
+
+    Begin            gives it an id and a deadline, and answers for what fails unforeseen
+    Measure          counts it, and takes its time
+    RefuseWhenStopping
+    CheckOrigin      keeps foreign web pages from a server without keys
+    CheckKey
+    BoundConcurrency
 
 Plain ASGI, so that a request is accounted for until the last byte of its stream.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.router.http.errors import error_response
-from services.router.http.metrics import HTTP_REQUEST_SECONDS, HTTP_REQUESTS, REQUESTS_IN_FLIGHT, REQUESTS_REFUSED
+from services.router.http.context import RequestContext, begin, context_of, request_id_from
+from services.router.http.errors import as_twostroke_error, error_response
+from services.router.http.metrics import HTTP_REQUEST_SECONDS, HTTP_REQUESTS, REQUESTS_IN_FLIGHT
+from services.router.http.protocol import CONNECTION_KEY
+from services.router.http.stopping import ServerStopping, Stopping
 from shared.base.errors import Cancelled, Overloaded, Unauthorized
+
+_DISCARD_TIMEOUT_S = 2.0
+
+
+class Begin:
+    """Makes the request's context. Its id goes out with every answer."""
+
+    def __init__(self, app: ASGIApp, timeout_s: float, stopping: Stopping) -> None:
+        self._app = app
+        self._timeout_s = timeout_s
+        self._stopping = stopping
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        request_id, is_given = request_id_from(Headers(scope=scope).get("x-request-id", ""))
+        context = RequestContext(request_id, is_given, time.perf_counter(), self._timeout_s, self._stopping, scope[CONNECTION_KEY])
+        begin(scope, context)
+        has_begun = False
+
+        async def add_id(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, add_id)
+        except Exception as error:
+            failure = as_twostroke_error(error, request_id)
+            if has_begun:
+                context.connection.abort()
+            else:
+                await error_response(failure)(scope, receive, add_id)
 
 
 class Measure:
@@ -27,7 +74,6 @@ class Measure:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        started_s = time.perf_counter()
         status = Cancelled.http_status  # if nothing is ever sent, the client went away
 
         async def note_status(message: Message) -> None:
@@ -44,7 +90,33 @@ class Measure:
         finally:
             endpoint = scope["path"] if scope["path"] in self._known_paths else "other"
             HTTP_REQUESTS.labels(endpoint, status).inc()
-            HTTP_REQUEST_SECONDS.labels(endpoint).observe(time.perf_counter() - started_s)
+            HTTP_REQUEST_SECONDS.labels(endpoint).observe(time.perf_counter() - context_of(scope).arrived_at)
+
+
+class RefuseWhenStopping:
+    """A server that stops takes no more requests, but on the `open_paths`, and waits for those that it has taken."""
+
+    def __init__(self, app: ASGIApp, stopping: Stopping, open_paths: Collection[str]) -> None:
+        self._app = app
+        self._stopping = stopping
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
+            return await self._app(scope, receive, send)
+        if self._stopping.is_draining:
+            await _discard_body(receive)
+            return await error_response(ServerStopping("the server stops and takes no requests"))(scope, receive, send)
+        with self._stopping.running():
+            await self._app(scope, receive, send)
+
+
+async def _discard_body(receive: Receive) -> None:
+    """So that closing the connection after the answer does not reset it, which could take the answer with it."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_TIMEOUT_S):
+            while (await receive()).get("more_body", False):
+                pass
 
 
 class CheckKey:
@@ -80,7 +152,6 @@ class BoundConcurrency:
         if scope["type"] != "http" or scope["path"] not in self._paths:
             return await self._app(scope, receive, send)
         if self._num_in_flight >= self._limit:
-            REQUESTS_REFUSED.inc()
             error = Overloaded(f"the server is answering {self._limit} requests, as many as it takes; try again")
             return await error_response(error)(scope, receive, send)
         self._num_in_flight += 1

@@ -8,12 +8,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from services.router.dispatch.backend import Backend
 from services.router.http.errors import error_response
 from services.router.http.json_response import json_response
+from services.router.http.stopping import Stopping
 from shared.base.errors import Unavailable
 
 
 class Probes:
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, stopping: Stopping) -> None:
         self._backend = backend
+        self._stopping = stopping
 
     async def health(self, http: Request) -> Response:
         """The process is alive. Says nothing about workers: a router without them must not be restarted."""
@@ -21,6 +23,8 @@ class Probes:
 
     async def ready(self, http: Request) -> Response:
         """A request would succeed now; if not, 503 and why."""
+        if self._stopping.is_draining:
+            return error_response(Unavailable("the router stops"))
         reason = self._backend.is_ready()
         return json_response({"status": "ready"}) if reason is None else error_response(Unavailable(reason))
 

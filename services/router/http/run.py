@@ -46,16 +46,15 @@ class Run:
         requests: Sequence[Request],
         text: TextOptions,
         *,
-        arrived_s: float,
-        timeout_s: float,
+        arrived_at: float,
+        deadline_at: float,
     ) -> None:
-        """`requests`: one per prompt, alike but for their tokens. `arrived_s`: time.perf_counter() at the request's arrival."""
+        """`requests`: one per prompt, alike but for their tokens. Moments are those of time.perf_counter()."""
         self._backend = backend
         self._requests = requests
         self._n = requests[0].sampling.n
-        self._arrived_s = arrived_s
-        self._deadline_s = arrived_s + timeout_s
-        self._clock = TokenClock(arrived_s)
+        self._deadline_at = deadline_at
+        self._clock = TokenClock(arrived_at)
         self._choices = _choices(tokenizer, requests, text)
         self._num_open_choices = len(self._choices)
         self._num_cached_tokens = [0] * len(requests)
@@ -90,7 +89,7 @@ class Run:
             self._count()
 
     def _start(self) -> list[Generation]:
-        left_s = self._deadline_s - time.perf_counter()
+        left_s = self._deadline_at - time.perf_counter()
         if left_s <= 0:
             raise DeadlineExceeded("the request's time was up before it could be started")
         return [self._backend.generate(request, left_s) for request in self._requests]
