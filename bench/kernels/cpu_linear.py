@@ -38,8 +38,8 @@ def _product(kernels: CpuKernels, packed: Any, x: Tensor) -> Tensor:
     return kernels.linear(x, packed)
 
 
-def _torchs() -> list[Product]:
-    return [partial(F.linear, weight=weight) for weight in _weights(narrow=False)]
+def _torchs(dtype: torch.dtype) -> list[Product]:
+    return [partial(F.linear, weight=weight.to(dtype)) for weight in _weights(narrow=False)]
 
 
 def _weights(narrow: bool) -> Iterator[Tensor]:
@@ -77,18 +77,19 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.num_threads)
     kernels = CpuKernels()
-    kinds = {kind: _ours(kernels, kind) for kind in ("float32", "mixed", "bfloat16")} | {"torch float32": _torchs()}
+    kinds = {kind: _ours(kernels, kind) for kind in ("float32", "mixed", "bfloat16")}
+    kinds |= {f"torch {kind}": _torchs(getattr(torch, kind)) for kind in ("float32", "bfloat16")}
     buffer, square = torch.ones(2**26), torch.randn(_SQUARE, _SQUARE)
     num_weights = NUM_LAYERS * sum(rows * columns for rows, columns in MATRICES)
     print(f"{'rows':>5}  {'product':14}{'ms':>8}{'GB/s':>8}{'of memory':>11}{'GFLOP/s':>9}{'of square':>11}")
     for num_rows in args.rows:
         runs: dict[str, Run] = {"memory": buffer.sum, "square": lambda: square @ square}
         for kind, products in kinds.items():
-            runs[kind] = _step(products, num_rows, torch.bfloat16 if kind == "bfloat16" else torch.float32)
+            runs[kind] = _step(products, num_rows, torch.bfloat16 if kind.endswith("bfloat16") else torch.float32)
         best_s = _best_s(runs, args.num_rounds)
         memory, flops = buffer.nbytes / best_s["memory"], 2 * _SQUARE**3 / best_s["square"]
         for kind in kinds:
-            itemsize = 2 if kind in ("mixed", "bfloat16") else 4
+            itemsize = 2 if kind == "mixed" or kind.endswith("bfloat16") else 4
             rate, work = num_weights * itemsize / best_s[kind], 2 * num_weights * num_rows / best_s[kind]
             print(
                 f"{num_rows:5}  {kind:14}{best_s[kind] * 1e3:8.1f}{rate / 1e9:8.1f}{rate / memory:11.0%}"

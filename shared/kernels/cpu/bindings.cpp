@@ -14,6 +14,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("silu_mul", &silu_mul, Unlocked());
   m.def("linear", &linear, Unlocked());
   m.def("linear_few_bf16", &linear_few_bf16, Unlocked());
+  m.def("linear_pairs", &linear_pairs, Unlocked());
+  m.def("pack_pairs", &pack_pairs, Unlocked());
+  m.def("pair_rows", &pair_rows, Unlocked());
   m.def("pack_panels", &pack_panels, Unlocked());
   m.def("panel_rows", &panel_rows, Unlocked());
   m.def("copy_blocks", &copy_blocks, Unlocked());

@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def _flags() -> tuple[str, ...]:
     flags = _FLAGS + _CAPABILITY_FLAGS.get(capability, _GENERIC_FLAGS)
     if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():
         flags += ("-mavx512bf16",)
-    return flags
+    return flags + tuple(shlex.split(os.environ.get("CXXFLAGS", "")))
 
 
 def _sources() -> list[Path]:

@@ -26,6 +26,9 @@ Tensor add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weigh
 Tensor silu_mul(const Tensor& gate_up);
 Tensor linear(const Tensor& x, const Tensor& panels, int64_t num_outputs, const std::optional<Tensor>& bias);
 Tensor linear_few_bf16(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias);
+Tensor linear_pairs(const Tensor& x, const Tensor& panels, int64_t num_outputs, const std::optional<Tensor>& bias);
+Tensor pack_pairs(const Tensor& weight);
+Tensor pair_rows(const Tensor& panels, int64_t size, const Tensor& indices);
 Tensor pack_panels(const Tensor& weight);
 Tensor panel_rows(const Tensor& panels, const Tensor& indices);
 void copy_blocks(const Tensor& pool, const Tensor& sources, const Tensor& targets);
