@@ -117,7 +117,7 @@ async def receive(config: TransportsConfig, transport: str) -> None:
         acceptors = Acceptors([GrpcAcceptor(int(transport))])
     else:
         acceptors = make_acceptors(WorkerConfig(transport=transport), pools, BOOT_ID, lambda: HOST)
-    receiver = Receiver(engine, pools, BOOT_ID, 30.0, lambda outputs: None, acceptors)
+    receiver = Receiver(engine, pools, 1, BOOT_ID, 30.0, lambda outputs: None, acceptors)
     for number in range(config.num_transfers):
         request = Request(f"r{number}", (0,) * num_tokens, num_tokens, SamplingParams(max_tokens=1))
         receiver.expect(number.to_bytes(16, "little"), request)

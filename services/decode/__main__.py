@@ -30,7 +30,7 @@ def decode_services(worker: Worker) -> list[Service]:
     acceptors = make_acceptors(worker.config, pools, worker.boot_id, worker.host_name)
     worker.transports = acceptors.transports
     worker.at_close(acceptors.close)
-    receiver = Receiver(worker.engine, pools, worker.boot_id, timeout_s, worker.streams.deliver, acceptors)
+    receiver = Receiver(worker.engine, pools, worker.vocab_size, worker.boot_id, timeout_s, worker.streams.deliver, acceptors)
     transfer = KvTransferService(receiver, timeout_s)
     return [
         _decode(worker, receiver),

@@ -81,6 +81,11 @@ class Worker:
         """The name that others reach this host by. Known once the server listens."""
         return self._address.host
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._runner.vocab_size
+
     def at_close(self, closer: Callable[[], Awaitable[None]]) -> None:
         """Has `closer` awaited by `close`, last registered first."""
         self._closers.append(closer)
@@ -93,7 +98,7 @@ class Worker:
 
     def check_tokens(self, request: Request) -> None:
         """Raises InvalidRequest for ids outside the vocabulary: they would read past the embedding."""
-        limit = self._runner.vocab_size
+        limit = self.vocab_size
         bad = next((t for t in request.token_ids if t >= limit), None)
         if bad is not None:
             raise InvalidRequest(f"token id {bad} is outside the vocabulary of {limit}", param="prompt")

@@ -8,6 +8,7 @@ import asyncio
 import os
 import random
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -16,12 +17,14 @@ import xxhash
 from google.protobuf.message import Message
 
 from shared.base.worker_info import Role
+from shared.options.worker import WorkerConfig
 from shared.rpc import control_pb2, control_pb2_grpc, kv_pb2, kv_pb2_grpc, request_pb2
 from shared.wire.conversions import request_to_wire
 from shared.wire.errors import is_broken_write
 from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
 from tests.support.eventually import eventually
 from tests.support.fake_runner import GEOMETRY, expected_tokens
+from tests.support.messages import chunk_of, commit_of, geometry_of, key_of
 from tests.support.nonsense import damaged, random_message
 
 SEED = int(os.environ.get("FUZZ_SEED", "0")) or random.randrange(2**32)
@@ -185,11 +188,8 @@ async def push_nonsense(rng: random.Random, made: Cluster, decode: FakeWorker) -
     accepted = await generate.read()
     key = kv_pb2.TransferKey(transfer_id=transfer_id, attempt=0, boot_id=accepted.accepted.boot_id)
     num_blocks = -(-len(asked.token_ids) // GEOMETRY.block_size)
-    geometry = kv_pb2.KvGeometry(
-        digest=GEOMETRY.digest, num_layers=2, num_kv_heads=2, head_dim=4, block_size=16, kv_dtype="float32"
-    )
     stub = kv_pb2_grpc.KvTransferStub(channel)
-    await stub.Open(kv_pb2.OpenRequest(key=key, geometry=geometry, num_blocks=num_blocks), timeout=5)
+    await stub.Open(kv_pb2.OpenRequest(key=key, geometry=geometry_of(), num_blocks=num_blocks), timeout=5)
 
     async def messages() -> AsyncIterator[kv_pb2.PushRequest]:
         for one in shuffled_stream(rng, key, num_blocks):
@@ -213,6 +213,78 @@ async def test_chunk_streams_that_no_sender_would_send_are_refused_and_give_thei
         assert grpc.StatusCode.OK in codes  # the stream was right, or what was wrong in it did not matter
         assert grpc.StatusCode.DATA_LOSS in codes
         # No real prompt has these blocks: what a right stream of random bytes brought must not be found in the prefix cache.
+        made.workers.remove(decode)
+        await eventually(decode.is_idle)
+        decode.check_baseline()
+        await decode.stop()
+        await made.add(Role.DECODE)
+        made.watcher.workers.pop(decode.info().worker_id)
+        await assert_unharmed(made, caplog)
+
+
+async def generate_for(made: Cluster, decode: FakeWorker, transfer_id: bytes, num_tokens: int) -> tuple[Any, kv_pb2.TransferKey]:
+    """A Generate stream that waits for this transfer, and the key of its first attempt."""
+    asked = request(prompt_of(num_tokens, sum(transfer_id)), max_tokens=1)
+    handoff = control_pb2.Handoff(transfer_id=transfer_id)
+    message = control_pb2.GenerateRequest(request=request_to_wire(asked), handoff=handoff)
+    generate = control_pb2_grpc.DecodeStub(made.channels.get(decode.info().address)).Generate(message, timeout=20)
+    accepted = await generate.read()
+    return generate, key_of(0, accepted.accepted.boot_id, transfer_id)
+
+
+async def rest_of(generate: Any) -> AsyncIterator[control_pb2.GenerateReply]:
+    """Of a stream that was read from before."""
+    while (reply := await generate.read()) is not grpc.aio.EOF:
+        yield reply
+
+
+def right_push(key: kv_pb2.TransferKey, num_blocks: int) -> list[kv_pb2.PushRequest]:
+    chunks = [kv_pb2.PushRequest(key=key, chunk=chunk_of(number, number)) for number in range(num_blocks)]
+    return [*chunks, kv_pb2.PushRequest(key=key, commit=commit_of(num_blocks, num_blocks))]
+
+
+async def attack(rng: random.Random, made: Cluster, decode: FakeWorker) -> list[grpc.StatusCode]:
+    """Every method of the service, with the right key of a transfer of its own and nonsense beside it."""
+    channel, transfer_id = made.channels.get(decode.info().address), rng.randbytes(16)
+    generate, key = await generate_for(made, decode, transfer_id, 40)
+    stub = kv_pb2_grpc.KvTransferStub(channel)
+    opening = kv_pb2.OpenRequest(key=key, geometry=geometry_of(), num_blocks=3)
+    wrong_opening = kv_pb2.OpenRequest()
+    random_message(rng, wrong_opening)
+    wrong_opening.key.CopyFrom(key)
+    if rng.random() < 0.5:
+        wrong_opening.geometry.CopyFrom(geometry_of())
+    joining = kv_pb2.JoinRequest(boot_id=key.boot_id, transport=rng.choice(["gloo", "nccl", "grpc", ""]), link_id=rng.randbytes(15))
+    codes = [await status_of(stub.Open(wrong_opening, timeout=1)), await status_of(stub.Join(joining, timeout=1))]
+    codes.append(await status_of(stub.Open(opening, timeout=2)))
+    messages = right_push(key, 3)
+    place = rng.choice([0, 1, 2, 3, 3, 3])  # mostly the commit
+    which = messages[place].WhichOneof("payload")
+    random_message(rng, getattr(messages[place], str(which)), 1.0)
+    codes.append(await status_of(stub.Push(iter(messages), timeout=5)))
+    codes.append(await status_of(stub.Abort(random_message(rng, kv_pb2.AbortRequest(key=key)), timeout=1)))
+    generate.cancel()
+    return codes
+
+
+async def test_a_peer_that_knows_its_own_keys_can_harm_no_other_transfer(
+    rng: random.Random, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster() as made:
+        await made.add(Role.PREFILL)
+        patient = WorkerConfig(transfer_timeout_s=20.0, max_num_batched_tokens=64)
+        decode = await made.add(Role.DECODE, 128, config=patient)
+        stub = kv_pb2_grpc.KvTransferStub(made.channels.get(decode.info().address))
+        for number in range(6):
+            generate, key = await generate_for(made, decode, bytes([number]) * 16, 40)
+            await stub.Open(kv_pb2.OpenRequest(key=key, geometry=geometry_of(), num_blocks=3), timeout=5)
+            codes = [c for some in await asyncio.gather(*(attack(rng, made, decode) for _ in range(6))) for c in some]
+            assert set(codes) <= TYPED | {grpc.StatusCode.OK}, set(codes)
+            assert grpc.StatusCode.DATA_LOSS in codes
+            await stub.Push(iter(right_push(key, 3)), timeout=5)
+            replies = [reply async for reply in rest_of(generate)]
+            assert [t.token_id for reply in replies for tokens in reply.tokens for t in tokens.tokens] == [7]
+        # No real prompt has these blocks, which stay in its prefix cache.
         made.workers.remove(decode)
         await eventually(decode.is_idle)
         decode.check_baseline()

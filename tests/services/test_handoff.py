@@ -10,11 +10,17 @@ import xxhash
 from shared.base.errors import CorruptTransfer, IncompatiblePeer, InvalidRequest, Overloaded, StaleTransfer
 from shared.base.worker_info import Role
 from shared.rpc import kv_pb2
+from shared.transfer.handoff import metrics
 from shared.transfer.handoff.receiver import Receiver
 from shared.transfer.transports.heads import PoolGroup
 from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
 from tests.support.eventually import eventually
 from tests.support.fake_runner import GEOMETRY, expected_tokens
+from tests.support.messages import BOOT, chunk_of, geometry_of, key_of
+
+
+def received_bytes() -> float:
+    return sum(metrics.transferred_bytes.labels("received", name)._value.get() for name in ("grpc", "gloo", "shm"))
 
 
 async def settle(made: Cluster) -> None:
@@ -62,6 +68,28 @@ async def test_second_request_with_the_same_prefix_ships_only_new_blocks() -> No
         assert [t.token_id for o in outputs for t in o.tokens] == expected_tokens(asked.token_ids, 8)
 
 
+@pytest.mark.parametrize("replaced", [Role.PREFILL, Role.DECODE])
+async def test_outputs_are_right_and_counted_where_only_one_side_has_the_prefix(replaced: Role) -> None:
+    async with cluster() as made:
+        workers = {role: await made.add(role) for role in (Role.PREFILL, Role.DECODE)}
+        shared = prompt_of(64)
+        await made.run(request([*shared, 1]))
+        await made.remove(workers[replaced])
+        await made.add(replaced)
+        before = received_bytes()
+        asked = request([*shared, 2, 3], n=3, seed=5)
+        outputs = [o async for o in made.dispatcher.generate(asked, 20)]
+        tokens = {c: [t.token_id for o in outputs if o.choice == c for t in o.tokens] for c in range(3)}
+        assert tokens == {c: expected_tokens(asked.token_ids, 8, seed=5, choice=c) for c in range(3)}
+        num_shipped = 5 if replaced is Role.DECODE else 1
+        assert received_bytes() - before == num_shipped * GEOMETRY.block_bytes
+        # What the client was spared is what prefill did not compute.
+        assert {o.num_cached_tokens for o in outputs if o.tokens[0].index == 0} == {64 if replaced is Role.DECODE else 0}
+        await settle(made)
+        for worker in made.workers:
+            worker.check_baseline()
+
+
 async def test_request_that_ends_at_its_first_token_finishes_without_decoding() -> None:
     async with cluster() as made:
         await made.add(Role.PREFILL)
@@ -104,36 +132,17 @@ async def test_full_decode_pool_makes_the_transfer_wait_and_nobody_loses() -> No
 class TestReceiver:
     """Messages that a confused or late sender might send."""
 
-    BOOT = "boot"
-
     async def make(self, num_blocks: int = 16, lease_s: float = 5.0) -> tuple[FakeWorker, Receiver]:
         worker = FakeWorker(Role.DECODE, num_blocks)
         worker.worker.engine.start()
         pools = PoolGroup.of(worker.runner.pool)
-        receiver = Receiver(worker.worker.engine, pools, self.BOOT, lease_s, worker.worker.streams.deliver)
+        receiver = Receiver(worker.worker.engine, pools, worker.worker.vocab_size, BOOT, lease_s, worker.worker.streams.deliver)
         return worker, receiver
-
-    def key(self, attempt: int = 0, boot: str = BOOT, transfer: bytes = b"t" * 16) -> kv_pb2.TransferKey:
-        return kv_pb2.TransferKey(transfer_id=transfer, attempt=attempt, boot_id=boot)
-
-    def geometry(self, **changes: object) -> kv_pb2.KvGeometry:
-        fields: dict[str, object] = {
-            "digest": GEOMETRY.digest, "num_layers": 2, "num_kv_heads": 2, "head_dim": 4, "block_size": 16, "kv_dtype": "float32",
-        }  # fmt: skip
-        return kv_pb2.KvGeometry(**(fields | changes))  # type: ignore[arg-type]
-
-    def chunk(self, number: int, first: int, count: int = 1, **changes: object) -> kv_pb2.Chunk:
-        data = bytes(GEOMETRY.block_bytes * count)
-        fields: dict[str, object] = {
-            "sequence_number": number, "first_block": first, "num_blocks": count, "num_layers": 2, "num_heads": 2,
-            "checksum": xxhash.xxh3_64_intdigest(data), "data": data,
-        }  # fmt: skip
-        return kv_pb2.Chunk(**(fields | changes))  # type: ignore[arg-type]
 
     async def test_open_for_a_transfer_nobody_expects_is_stale(self) -> None:
         worker, receiver = await self.make()
         with pytest.raises(StaleTransfer):
-            await receiver.open(self.key(), self.geometry(), 2, 1)
+            await receiver.open(key_of(), geometry_of(), 2, 1)
         await worker.stop()
 
     @pytest.mark.parametrize("change", [{"num_layers": 3}, {"block_size": 32}, {"kv_dtype": "float16"}, {"digest": "0"}])
@@ -141,21 +150,21 @@ class TestReceiver:
         worker, receiver = await self.make()
         receiver.expect(b"t" * 16, request(prompt_of(32)))
         with pytest.raises(IncompatiblePeer, match=next(iter(change))):
-            await receiver.open(self.key(), self.geometry(**change), 2, 1)
+            await receiver.open(key_of(), geometry_of(**change), 2, 1)
         await worker.stop()
 
     async def test_a_sender_with_another_kv_cache_dtype_is_told_which_option_to_compare(self) -> None:
         worker, receiver = await self.make()
         receiver.expect(b"t" * 16, request(prompt_of(32)))
         with pytest.raises(IncompatiblePeer, match=r"kv_dtype is int8 at the sender and float32 here; .*--kv-cache-dtype"):
-            await receiver.open(self.key(), self.geometry(kv_dtype="int8"), 2, 1)
+            await receiver.open(key_of(), geometry_of(kv_dtype="int8"), 2, 1)
         await worker.stop()
 
     async def test_wrong_block_count_is_refused(self) -> None:
         worker, receiver = await self.make()
         receiver.expect(b"t" * 16, request(prompt_of(32)))
         with pytest.raises(InvalidRequest, match="num_blocks"):
-            await receiver.open(self.key(), self.geometry(), 3, 1)
+            await receiver.open(key_of(), geometry_of(), 3, 1)
         await worker.stop()
 
     @pytest.mark.parametrize(
@@ -165,50 +174,50 @@ class TestReceiver:
     async def test_damaged_chunk_ends_the_attempt_and_frees_its_blocks(self, change: dict[str, object]) -> None:
         worker, receiver = await self.make()
         receiver.expect(b"t" * 16, request(prompt_of(32)))
-        await receiver.open(self.key(), self.geometry(), 2, 1)
+        await receiver.open(key_of(), geometry_of(), 2, 1)
         if "data" in change:
             change["checksum"] = xxhash.xxh3_64_intdigest(b"short")
         with pytest.raises(CorruptTransfer):
-            receiver.apply(self.key(), self.chunk(0, 0, **change))
+            receiver.apply(key_of(), chunk_of(0, 0, **change))
         worker.check_baseline()
         with pytest.raises(StaleTransfer):
-            receiver.apply(self.key(), self.chunk(0, 0))
+            receiver.apply(key_of(), chunk_of(0, 0))
         await worker.stop()
 
     async def test_repeated_chunk_is_refused(self) -> None:
         worker, receiver = await self.make()
         receiver.expect(b"t" * 16, request(prompt_of(32)))
-        await receiver.open(self.key(), self.geometry(), 2, 1)
-        receiver.apply(self.key(), self.chunk(0, 0))
+        await receiver.open(key_of(), geometry_of(), 2, 1)
+        receiver.apply(key_of(), chunk_of(0, 0))
         with pytest.raises(CorruptTransfer):
-            receiver.apply(self.key(), self.chunk(0, 0))
+            receiver.apply(key_of(), chunk_of(0, 0))
         worker.check_baseline()
         await worker.stop()
 
     async def test_commit_before_all_blocks_have_come_is_refused(self) -> None:
         worker, receiver = await self.make()
         receiver.expect(b"t" * 16, request(prompt_of(32)))
-        await receiver.open(self.key(), self.geometry(), 2, 1)
-        receiver.apply(self.key(), self.chunk(0, 0))
+        await receiver.open(key_of(), geometry_of(), 2, 1)
+        receiver.apply(key_of(), chunk_of(0, 0))
         with pytest.raises(CorruptTransfer, match="missing"):
-            receiver.commit(self.key(), kv_pb2.Commit(num_chunks=1, num_blocks=1), [])
+            receiver.commit(key_of(), kv_pb2.Commit(num_chunks=1, num_blocks=1))
         worker.check_baseline()
         await worker.stop()
 
     async def test_new_attempt_takes_over_and_the_old_one_is_stale(self) -> None:
         worker, receiver = await self.make()
         receiver.expect(b"t" * 16, request(prompt_of(32)))
-        await receiver.open(self.key(0), self.geometry(), 2, 1)
-        receiver.apply(self.key(0), self.chunk(0, 0))
-        await receiver.open(self.key(1), self.geometry(), 2, 1)
+        await receiver.open(key_of(0), geometry_of(), 2, 1)
+        receiver.apply(key_of(0), chunk_of(0, 0))
+        await receiver.open(key_of(1), geometry_of(), 2, 1)
         with pytest.raises(StaleTransfer):
-            receiver.apply(self.key(0), self.chunk(1, 1))
+            receiver.apply(key_of(0), chunk_of(1, 1))
         with pytest.raises(StaleTransfer):
-            await receiver.open(self.key(0), self.geometry(), 2, 1)
-        receiver.apply(self.key(1), self.chunk(0, 0, 2))
-        assert receiver.abort(self.key(0)) is False
-        assert receiver.abort(self.key(1)) is True
-        assert receiver.abort(self.key(1)) is False
+            await receiver.open(key_of(0), geometry_of(), 2, 1)
+        receiver.apply(key_of(1), chunk_of(0, 0, 2))
+        assert receiver.abort(key_of(0)) is False
+        assert receiver.abort(key_of(1)) is True
+        assert receiver.abort(key_of(1)) is False
         worker.check_baseline()
         await worker.stop()
 
@@ -216,17 +225,17 @@ class TestReceiver:
         worker, receiver = await self.make()
         receiver.expect(b"t" * 16, request(prompt_of(32)))
         with pytest.raises(StaleTransfer, match="boot"):
-            await receiver.open(self.key(boot="older"), self.geometry(), 2, 1)
+            await receiver.open(key_of(boot="older"), geometry_of(), 2, 1)
         await worker.stop()
 
     async def test_lease_without_progress_expires_and_commit_is_refused(self) -> None:
         worker, receiver = await self.make(lease_s=0.05)
         receiver.expect(b"t" * 16, request(prompt_of(16)))
-        await receiver.open(self.key(), self.geometry(), 1, 1)
-        receiver.apply(self.key(), self.chunk(0, 0))
+        await receiver.open(key_of(), geometry_of(), 1, 1)
+        receiver.apply(key_of(), chunk_of(0, 0))
         await eventually(lambda: worker.worker.engine.num_reserved_and_held() == (0, 0))
         with pytest.raises(StaleTransfer):
-            receiver.commit(self.key(), kv_pb2.Commit(num_chunks=1, num_blocks=1), [])
+            receiver.commit(key_of(), kv_pb2.Commit(num_chunks=1, num_blocks=1))
         worker.check_baseline()
         await worker.stop()
 
@@ -234,11 +243,11 @@ class TestReceiver:
         worker, receiver = await self.make(num_blocks=7)
         receiver.expect(b"t" * 16, request(prompt_of(64)))
         receiver.expect(b"u" * 16, request(prompt_of(64, 1)))
-        await receiver.open(self.key(), self.geometry(), 4, 1)
+        await receiver.open(key_of(), geometry_of(), 4, 1)
         with pytest.raises(Overloaded):
-            await receiver.open(self.key(transfer=b"u" * 16), self.geometry(), 4, 0.05)
+            await receiver.open(key_of(transfer=b"u" * 16), geometry_of(), 4, 0.05)
         receiver.forget(b"t" * 16)
-        await receiver.open(self.key(transfer=b"u" * 16), self.geometry(), 4, 1)
+        await receiver.open(key_of(transfer=b"u" * 16), geometry_of(), 4, 1)
         receiver.forget(b"u" * 16)
         worker.check_baseline()
         await worker.stop()

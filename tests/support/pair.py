@@ -137,7 +137,7 @@ async def pair(
         links = make_links(made.config, random_pool(geometry, 2), lambda: "127.0.0.1")
     else:
         acceptors, links = Acceptors([FakeAcceptor(wire, made.pool)]), Links([FakeConnector(wire)])
-    receiver = Receiver(made.engine, pools, made.boot_id, lease_s, made.streams.deliver, acceptors)
+    receiver = Receiver(made.engine, pools, made.vocab_size, made.boot_id, lease_s, made.streams.deliver, acceptors)
     await start_server(worker, receiver)
     both = Pair(worker, receiver, links)
     try:

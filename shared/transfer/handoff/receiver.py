@@ -26,11 +26,11 @@ from shared.base.errors import CorruptTransfer, IncompatiblePeer, InvalidRequest
 from shared.base.request import Output, Request
 from shared.engine.engine import Engine
 from shared.engine.memory.block_part import BlockPart, as_slice
-from shared.engine.schedule.plan import SampledToken
 from shared.engine.schedule.sequence import Sequence as EngineSequence
 from shared.rpc import kv_pb2
 from shared.transfer.handoff import metrics
 from shared.transfer.handoff.acceptors import Acceptors
+from shared.transfer.handoff.manifest import WrongManifest, check_counts, first_tokens_of
 from shared.transfer.transports.chunks import blocks_of, checksum_of, chunk_bytes, part_of
 from shared.transfer.transports.grpc import GrpcAcceptor
 from shared.transfer.transports.heads import PoolGroup
@@ -73,6 +73,7 @@ class Receiver:
         self,
         engine: Engine,
         pools: PoolGroup,
+        vocab_size: int,
         boot_id: str,
         lease_s: float,
         on_outputs: Callable[[Sequence[Output]], None],
@@ -82,6 +83,7 @@ class Receiver:
         self._engine = engine
         self._pools = pools
         self._geometry = pools.geometry
+        self._vocab_size = vocab_size
         self._boot_id = boot_id
         self._lease_s = lease_s
         self._on_outputs = on_outputs
@@ -120,6 +122,7 @@ class Receiver:
         route: Route = _GRPC_ROUTE,
     ) -> kv_pb2.OpenReply:
         self._check_geometry(geometry)
+        self.acceptors.find(route.transport)
         expected = self._find(key)
         if expected.committed or key.attempt < expected.attempt:
             raise self._stale(f"attempt {key.attempt} of a transfer that is at attempt {expected.attempt}", "old_attempt")
@@ -162,18 +165,18 @@ class Receiver:
         metrics.transferred_bytes.labels("received", reservation.landing.transport).inc(chunk_bytes(self._geometry, chunk))
         self._renew(key, reservation)
 
-    def commit(self, key: kv_pb2.TransferKey, commit: kv_pb2.Commit, first_tokens: Sequence[SampledToken]) -> None:
+    def commit(self, key: kv_pb2.TransferKey, commit: kv_pb2.Commit) -> None:
         reservation = self._live(key)
         expected = self._expected[key.transfer_id]
         num_missing = int(reservation.missing.any(axis=(1, 2)).sum())
-        if num_missing or commit.num_chunks != reservation.next_chunk:
-            raise self._corrupt(
-                key,
-                f"commit after {reservation.next_chunk} of {commit.num_chunks} chunks, {num_missing} blocks missing",
-                "manifest",
-            )
-        if len(first_tokens) != expected.request.sampling.n:
-            raise self._corrupt(key, f"commit has {len(first_tokens)} first tokens for n={expected.request.sampling.n}", "manifest")
+        if num_missing:
+            raise self._corrupt(key, f"commit with {num_missing} blocks missing", "manifest")
+        num_due = len(reservation.missing) - reservation.num_cached_blocks
+        try:
+            check_counts(commit, expected.request, reservation.next_chunk, num_due)
+            first_tokens = first_tokens_of(commit, expected.request, self._vocab_size)
+        except WrongManifest as error:
+            raise self._corrupt(key, str(error), "manifest") from None
         reservation.lease.cancel()
         reservation.landing.close()
         expected.reservation, expected.committed = None, True

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from shared.base.errors import DeadlineExceeded, Internal, Unavailable
+from shared.base.errors import CorruptTransfer, DeadlineExceeded, Internal, Unavailable
 from shared.base.request import Token
 from shared.base.worker_info import KvGeometry
 from shared.engine.memory.block_part import BlockPart
@@ -80,6 +80,8 @@ class Sender:
         self._link = await self._links.get(self._peer)
         self._writer = self._link.writer()
         reply = await self._open(self._link, self._writer, num_blocks)
+        if reply.num_cached_blocks > num_blocks:
+            raise CorruptTransfer(f"the receiver says that it has {reply.num_cached_blocks} of {num_blocks} blocks")
         self._writer.opened(reply)
         self._max_chunk_bytes = reply.max_chunk_bytes
         self._call = self._peer.stub.Push()

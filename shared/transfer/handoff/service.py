@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from shared.base.errors import CorruptTransfer, InvalidRequest
-from shared.engine.schedule.plan import SampledToken
-from shared.rpc import kv_pb2, kv_pb2_grpc, request_pb2
+from shared.rpc import kv_pb2, kv_pb2_grpc
 from shared.transfer.handoff.receiver import Receiver
 from shared.transfer.transports.group.receiver import GroupAcceptor
 from shared.transfer.transports.interface import GRPC, Route
@@ -43,7 +42,7 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
                 if request.WhichOneof("payload") == "chunk":
                     await self._receiver.receive(key, request.chunk)
                 elif request.WhichOneof("payload") == "commit":
-                    self._receiver.commit(key, request.commit, [_sampled(t) for t in request.commit.first_tokens])
+                    self._receiver.commit(key, request.commit)
                     return kv_pb2.PushReply()
                 else:
                     raise CorruptTransfer("a message has neither a chunk nor a commit")
@@ -53,8 +52,3 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
 
     async def Abort(self, request: kv_pb2.AbortRequest, context: Any) -> kv_pb2.AbortReply:
         return kv_pb2.AbortReply(was_live=self._receiver.abort(request.key))
-
-
-def _sampled(token: request_pb2.Token) -> SampledToken:
-    top = tuple((t.token_id, t.logprob) for t in token.top_logprobs)
-    return SampledToken(token.token_id, token.logprob if token.HasField("logprob") else None, top)

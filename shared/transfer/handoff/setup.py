@@ -55,8 +55,8 @@ def make_acceptors(config: WorkerConfig, pools: PoolGroup, boot_id: str, address
     """A decode worker's; as `make_links`."""
     exported = _export(pools) if config.transport in ("auto", CUDA_IPC, SHM) else None
     makers: dict[str, Callable[[], Acceptor]] = {
-        NCCL: lambda: GroupAcceptor(NCCL, pools, boot_id, address, config.transfer_timeout_s),
-        GLOO: lambda: GroupAcceptor(GLOO, pools, boot_id, address, config.transfer_timeout_s),
+        NCCL: lambda: GroupAcceptor(NCCL, pools, boot_id, config.host, address, config.transfer_timeout_s),
+        GLOO: lambda: GroupAcceptor(GLOO, pools, boot_id, config.host, address, config.transfer_timeout_s),
         GRPC: GrpcAcceptor,
     }
     possible = [*_group_backends(pools.shards[0].pool.device), GRPC]

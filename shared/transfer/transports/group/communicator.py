@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -94,16 +95,26 @@ class Communicator:
             raise
 
 
-def serve_store(host: str, timeout_s: float) -> tuple[Store, int]:
-    """A rendezvous of one pair, and the port that it is at. It ends with its last user."""
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
-    return store, store.port
+def serve_store(host: str, link_id: bytes, timeout_s: float) -> tuple[Store, int]:
+    """A rendezvous of one pair, and the port that it is at. It ends with its last user. Listens at `host` alone: a store that makes
+    its own socket listens on every interface."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind(address)
+        listener.listen()
+        ip, port = listener.getsockname()[:2]
+        return _store(ip, port, link_id, timeout_s, is_master=True, master_listen_fd=listener.detach()), port
 
 
-def connect_store(host: str, port: int, timeout_s: float) -> Store:
+def connect_store(host: str, port: int, link_id: bytes, timeout_s: float) -> Store:
+    return _store(host, port, link_id, timeout_s, is_master=False)
+
+
+def _store(host: str, port: int, link_id: bytes, timeout_s: float, **options: Any) -> Store:
+    """The pair's keys begin with its random id, which only the pair knows: what a stranger writes is not found."""
     timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+    store = dist.TCPStore(host, port, wait_for_workers=False, timeout=timeout, **options)  # type: ignore[attr-defined]
+    return dist.PrefixStore(link_id.hex(), store)  # type: ignore[attr-defined]
 
 
 def _make_group(backend: str, store: Store, rank: int, timeout: timedelta, address: str) -> Any:

@@ -94,7 +94,7 @@ class GroupConnector:
         call = peer.stub.Join(request)
         try:
             async with asyncio.timeout(_JOIN_TIMEOUT_S):
-                await self._meet(call, communicator)
+                await self._meet(call, communicator, route.link_id)
         except BaseException as error:
             communicator.discard()
             call.cancel()
@@ -105,11 +105,11 @@ class GroupConnector:
             raise
         return GroupLink(route, communicator, call)
 
-    async def _meet(self, call: Any, communicator: Communicator) -> None:
+    async def _meet(self, call: Any, communicator: Communicator, link_id: bytes) -> None:
         where = await call.read()
         if where is grpc.aio.EOF:
             raise LinkLost("the decode worker ended the rendezvous")
         host, port = where.store_host, where.store_port
-        await communicator.join(lambda: connect_store(host, port, _JOIN_TIMEOUT_S), self._address())
+        await communicator.join(lambda: connect_store(host, port, link_id, _JOIN_TIMEOUT_S), self._address())
         if await call.read() is grpc.aio.EOF:
             raise LinkLost("the decode worker ended the rendezvous")

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 
 from torch import Tensor
 
-from shared.base.errors import CorruptTransfer
+from shared.base.errors import CorruptTransfer, Overloaded
 from shared.base.worker_info import KvGeometry
 from shared.rpc import kv_pb2
 from shared.transfer.transports.chunks import chunk_bytes
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 MAX_CHUNK_BYTES = 16 * 1024 * 1024  # of staging at each end
 _JOIN_TIMEOUT_S = 3.0
+_MAX_LINKS = 256  # each has a thread, a socket and a store
 
 
 class GroupLanding:
@@ -109,12 +110,15 @@ class _Link:
 
 
 class GroupAcceptor:
-    def __init__(self, transport: str, pools: PoolGroup, boot_id: str, address: Callable[[], str], timeout_s: float) -> None:
-        """`address` gives the name that others reach this machine by, once it is known."""
+    def __init__(
+        self, transport: str, pools: PoolGroup, boot_id: str, listen_host: str, address: Callable[[], str], timeout_s: float
+    ) -> None:
+        """The rendezvous listens at `listen_host`; `address` gives the name that others reach this machine by, once it is known."""
         self.name = transport
         self._geometry = pools.geometry
         self._device = pools.shards[0].pool.device  # where chunks land, whichever pools their heads then go to
         self._boot_id = boot_id
+        self._listen_host = listen_host
         self._address = address
         self._timeout_s = timeout_s
         self._links: dict[bytes, _Link] = {}
@@ -126,11 +130,13 @@ class GroupAcceptor:
         """Serves one communicator from its making to its end."""
         if request.boot_id != self._boot_id or len(request.link_id) != 16 or request.link_id in self._links:
             raise LinkLost("this is not the worker that was meant")
+        if len(self._links) >= _MAX_LINKS:
+            raise Overloaded(f"this worker has {_MAX_LINKS} communicators; it makes no more")
         address = self._address()
-        store, port = await asyncio.to_thread(serve_store, address, _JOIN_TIMEOUT_S)
         communicator = Communicator(self.name, self._device, RECEIVER_RANK, self._timeout_s)
         link = self._links[request.link_id] = _Link(communicator, self._geometry)
         try:
+            store, port = await asyncio.to_thread(serve_store, self._listen_host, request.link_id, _JOIN_TIMEOUT_S)
             yield kv_pb2.JoinReply(store_host=address, store_port=port)
             async with asyncio.timeout(_JOIN_TIMEOUT_S):
                 await communicator.join(lambda: store, address)
@@ -138,6 +144,8 @@ class GroupAcceptor:
             await link.ended.wait()
         except TimeoutError:
             raise LinkLost("the sender did not come to the rendezvous") from None
+        except (OSError, RuntimeError) as error:  # torch's DistError is a RuntimeError
+            raise LinkLost(f"no rendezvous could be made: {error}") from None
         finally:
             del self._links[request.link_id]
             link.end()

@@ -198,6 +198,8 @@ class MappedConnector:
         try:
             for memory in greeting.pools:
                 geometry = replace(self._geometry, num_kv_heads=memory.num_heads)
+                if memory.first_head + memory.num_heads > self._geometry.num_kv_heads:
+                    raise OSError("it does not hold every head once")
                 if not memory.num_heads or not memory.size_bytes or memory.size_bytes % geometry.block_bytes:
                     raise OSError("it holds other blocks")
                 heads = range(memory.first_head, memory.first_head + memory.num_heads)

@@ -78,7 +78,11 @@ class ShmMapper:
     def map(self, memory: kv_pb2.PoolMemory, fds: list[int], geometry: KvGeometry) -> ShmPeerPool:
         if memory.HasField("cuda") or not fds:
             raise OSError("it is not main memory")
-        pool = ShmPeerPool(mmap.mmap(fds.pop(0), memory.size_bytes), geometry)
+        try:
+            mapped = mmap.mmap(fds.pop(0), memory.size_bytes)
+        except (ValueError, OverflowError) as error:  # more than the file has, which could not be read without a fault
+            raise OSError(str(error)) from None
+        pool = ShmPeerPool(mapped, geometry)
         threading.Thread(target=pool.enter_pages, name="shm-pages", daemon=True).start()
         return pool
 

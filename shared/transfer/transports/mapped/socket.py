@@ -16,6 +16,7 @@ import asyncio
 import os
 import shutil
 import socket
+import stat
 import struct
 import tempfile
 from collections.abc import Sequence
@@ -58,13 +59,28 @@ def listen_privately() -> tuple[socket.socket, Path]:
 
 def _remove_dead_folders() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-            try:
-                probe.connect(str(folder / _SOCKET_NAME))
-            except ConnectionRefusedError:
-                shutil.rmtree(folder, ignore_errors=True)
-            except OSError:
-                continue  # not ours to enter, or just being made
+        if _is_ours(folder) and _is_dead(folder / _SOCKET_NAME):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _is_dead(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.setblocking(False)  # a process that is stopped may have a full backlog: it is not dead
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False  # full, or just being made
+    return False
 
 
 def is_same_user(connection: socket.socket) -> bool:
