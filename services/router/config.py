@@ -22,6 +22,8 @@ class RouterConfig(PeerConfig):
     port: int = option(8000, "HTTP port; 0 picks a free one")
     redis_url: str = option("redis://127.0.0.1:6379/0", "Redis or Valkey with registry and prefix index", secret=True)
     api_key: str = option("", "keys that clients may use, comma separated; empty: no key is asked for", secret=True)
+    share_prefix_cache: bool = option(False, "let all API keys share cached prefixes, which tells one what another has asked")
+    allowed_origins: str = option("", "origins of web pages that may use this server, comma separated; *: all; empty: none")
     ssl_certfile: str = option("", "certificate chain (PEM file) for HTTPS; empty: plain HTTP")
     ssl_keyfile: str = option("", "private key (PEM file) of --ssl-certfile")
     request_timeout_s: float = option(600.0, "longest time one request may take, its answer's way to the client included")
@@ -55,4 +57,12 @@ class RouterConfig(PeerConfig):
 
     @property
     def api_keys(self) -> tuple[str, ...]:
-        return tuple(key.strip() for key in self.api_key.split(",") if key.strip())
+        return _items(self.api_key)
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return _items(self.allowed_origins)
+
+
+def _items(listed: str) -> tuple[str, ...]:
+    return tuple(item.strip() for item in listed.split(",") if item.strip())

@@ -12,6 +12,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from services.router.http import limits
 from services.router.text.tokenizer import ChatTokenizer
 from shared.base.errors import Overloaded, Unavailable
 from shared.base.request import FinishReason
@@ -398,7 +399,7 @@ def test_bodies_that_are_too_large_get_413(tokenizer: ChatTokenizer, raw: Tokeni
     service = Service(tokenizer, raw, max_request_bytes=1000)
     try:
         for content in (b"x" * 1001, iter([b"x" * 600] * 2)):  # announced, and chunked
-            response = service.http.post("/v1/completions", content=content)
+            response = service.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
             assert response.status_code == 413
             assert response.json()["error"]["code"] == "request_too_large"
         assert not service.backend.requests
@@ -426,7 +427,139 @@ def test_keys_guard_all_but_the_probes(tokenizer: ChatTokenizer, raw: Tokenizer)
         service.stop()
 
 
+# Who may
+
+
+def test_api_keys_share_no_prefix_cache_unless_they_are_told_to(tokenizer: ChatTokenizer, raw: Tokenizer) -> None:
+    for share in (False, True):
+        service = Service(tokenizer, raw, api_key="alpha,beta", share_prefix_cache=share)
+        try:
+            for key, salt in (("alpha", ""), ("beta", ""), ("alpha", "s"), ("alpha", "")):
+                with service.client(key) as client:
+                    client.completions.create(model=MODEL, prompt="x", extra_body={"cache_salt": salt})
+            salts = [request.cache_salt for request in service.backend.requests]
+            assert salts[0] == salts[3]
+            assert salts[2].endswith("s")
+            assert len(set(salts)) == (2 if share else 3)
+            assert (salts == ["", "", "s", ""]) == share
+            assert not any("alpha" in salt for salt in salts)
+        finally:
+            service.stop()
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
+def test_what_is_not_said_to_be_json_is_refused(service: Service, backend: FakeBackend, content_type: str) -> None:
+    headers = {"Content-Type": content_type} if content_type else {}
+    body = json.dumps({"model": MODEL, "prompt": "x"}).encode()
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        assert service.http.post(path, content=body, headers=headers).status_code == 415
+    assert not backend.requests
+    utf8 = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert service.http.post("/v1/completions", content=body, headers=utf8).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://example.com", 403),
+        ("https://localhost.example.com:8000", 403),
+        ("http://[", 403),
+        ("http://localhost:3000", 200),
+        ("http://127.0.0.1:8000", 200),
+        ("http://[::1]:8000", 200),
+        ("https://good.example", 200),
+    ],
+)
+def test_pages_of_foreign_origins_may_not_use_a_server_without_keys(
+    tokenizer: ChatTokenizer, raw: Tokenizer, origin: str, status: int
+) -> None:
+    service = Service(tokenizer, raw, allowed_origins="https://good.example")
+    try:
+        answer = service.http.post("/v1/completions", json={"model": MODEL, "prompt": "x"}, headers={"Origin": origin})
+        assert answer.status_code == status
+        assert ("access-control-allow-origin" in answer.headers) == (origin == "https://good.example")
+    finally:
+        service.stop()
+
+
+def test_preflights_are_answered_without_a_key_for_allowed_origins_only(
+    tokenizer: ChatTokenizer, raw: Tokenizer, service: Service
+) -> None:
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    assert service.http.options("/v1/completions", headers={"Origin": "http://localhost", **asked}).status_code == 405
+    guarded = Service(tokenizer, raw, allowed_origins="https://good.example", api_key="alpha")
+    try:
+        for origin, status in (("https://good.example", 200), ("https://bad.example", 400)):
+            answer = guarded.http.options("/v1/completions", headers={"Origin": origin, **asked})
+            assert answer.status_code == status
+            assert answer.headers.get("access-control-allow-origin") == (origin if status == 200 else None)
+    finally:
+        guarded.stop()
+
+
 # Around it
+
+
+def test_a_request_without_a_model_goes_to_the_only_one(service: Service) -> None:
+    answer = service.http.post("/v1/completions", json={"prompt": "x"})
+    assert (answer.status_code, answer.json()["model"]) == (200, MODEL)
+
+
+def test_head_is_answered_wherever_get_is(service: Service) -> None:
+    for path in ("/health", "/ready", "/metrics", "/v1/models", f"/v1/models/{MODEL}"):
+        answer = service.http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert int(answer.headers["content-length"]) > 0
+
+
+@pytest.mark.parametrize(("given", "is_kept"), [("abc-1.2:3_4", True), ("", False), ("a b", False), ("x" * 129, False)])
+def test_a_sane_request_id_is_taken_over_and_another_is_made(
+    service: Service, backend: FakeBackend, given: str, is_kept: bool
+) -> None:
+    answers = [service.http.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": given}) for _ in range(2)]
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    assert all((request_id == given) == is_kept for request_id in ids)
+    for request_id, answer, request in zip(ids, answers, backend.requests, strict=True):
+        assert answer.json()["id"].startswith(f"cmpl-{request_id}")
+        assert request.request_id.startswith(answer.json()["id"])
+    assert backend.requests[0].request_id != backend.requests[1].request_id  # although the client repeats its id
+    assert "x-request-id" in service.http.get("/nowhere").headers
+
+
+@pytest.mark.parametrize(
+    "message", ["ipv4:10.0.0.7:7001: refused", "worker at decode-1:7001 left", "cannot reach [fd00::1]:7", "see /var/log/x"]
+)
+def test_failures_name_nothing_internal(service: Service, backend: FakeBackend, message: str) -> None:
+    backend.say(error=Unavailable(message), error_after=0)
+    answer = service.http.post("/v1/completions", json={"prompt": "x"})
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "no worker can serve this request now; try again"
+    backend.say(error=Unavailable(message), error_after=2)
+    assert message not in _events(service, "/v1/completions", {"prompt": "x"})[-1]
+
+
+def test_a_stop_string_stops_its_choice_at_the_backend_and_no_other(service: Service, backend: FakeBackend) -> None:
+    answer = service.http.post("/v1/completions", json={"prompt": "x", "n": 2, "stop": "two"}).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["one "] * 2
+    assert backend.stopped == [0, 1]
+    backend.say()
+    service.http.post("/v1/completions", json={"prompt": "x", "n": 2})
+    assert backend.stopped == []
+
+
+def test_an_answer_too_large_to_be_held_is_refused_and_a_default_shortened(
+    service: Service, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_RESULT_VALUES", 2 * 5 * 10)
+    body = {"messages": CHAT, "n": 2, "logprobs": True, "top_logprobs": 3}
+    assert service.http.post("/v1/chat/completions", json=body | {"max_tokens": 10}).status_code == 200
+    refused = service.http.post("/v1/chat/completions", json=body | {"max_tokens": 11})
+    assert refused.status_code == 400
+    assert "100" in refused.json()["error"]["message"]
+    assert len(_events(service, "/v1/chat/completions", body | {"max_tokens": 11})) > 1
+    backend.say()
+    assert service.http.post("/v1/chat/completions", json=body).status_code == 200
+    assert backend.requests[0].sampling.max_tokens == 10
 
 
 def test_models_are_listed_and_shown(client: openai.OpenAI) -> None:

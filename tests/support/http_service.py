@@ -47,6 +47,7 @@ class FakeBackend:
     script: Script = field(default_factory=Script)
     requests: list[Request] = field(default_factory=list)
     deadlines_s: list[float] = field(default_factory=list)
+    stopped: list[int] = field(default_factory=list)  # choices
     started: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     closed: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
@@ -68,6 +69,7 @@ class FakeBackend:
         self.script = Script(**fields)
         self.requests.clear()
         self.deadlines_s.clear()
+        self.stopped.clear()
 
 
 class FakeGeneration:
@@ -105,6 +107,9 @@ class FakeGeneration:
                 if start == 0:
                     output = replace(output, num_cached_tokens=self._script.num_cached_tokens)
                 yield output if start + step < len(tokens) else replace(output, finish_reason=self._script.reason)
+
+    def stop_choice(self, choice: int) -> None:
+        self._backend.stopped.append(choice)
 
     async def aclose(self) -> None:
         if not self._is_closed:

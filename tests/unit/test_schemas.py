@@ -46,7 +46,7 @@ def sampling(**fields: Any) -> SamplingParams:
         ({"logprobs": 21}, "logprobs"),
         ({"stop_token_ids": [1, "2"]}, "stop_token_ids[1]"),
         ({"stream_options": {"include_usag": True}}, "stream_options.include_usag"),
-        ({"model": None}, "model"),
+        ({"model": 1}, "model"),
     ],
 )
 def test_a_refused_field_of_a_completion_is_named(fields: dict[str, Any], param: str) -> None:

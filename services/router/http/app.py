@@ -7,6 +7,7 @@ response <── SSE or JSON <── Writer <── pieces of text <── Choic
 from __future__ import annotations
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from services.router.config import RouterConfig
 from services.router.dispatch.backend import Backend
@@ -14,7 +15,7 @@ from services.router.http.chat import ChatCompletions
 from services.router.http.completions import Completions
 from services.router.http.errors import install_error_handlers
 from services.router.http.frontend import Frontend
-from services.router.http.middleware import Begin, BoundConcurrency, CheckKey, Measure, RefuseWhenStopping
+from services.router.http.middleware import Begin, BoundConcurrency, CheckKey, CheckOrigin, Measure, RefuseWhenStopping
 from services.router.http.models import Models
 from services.router.http.probes import Probes
 from services.router.http.stopping import Stopping
@@ -33,7 +34,18 @@ def create_app(settings: RouterConfig, backend: Backend, tokenizer: ChatTokenize
     # The one added last is outermost.
     app.add_middleware(BoundConcurrency, paths=GENERATION_PATHS, limit=settings.max_concurrent_requests)
     app.add_middleware(CheckKey, keys=settings.api_keys, open_paths=PROBE_PATHS)
+    if not settings.api_keys:
+        app.add_middleware(CheckOrigin, allowed=settings.origins)
     app.add_middleware(RefuseWhenStopping, stopping=stopping, open_paths=PROBE_PATHS)
+    if settings.origins:  # answers preflights, which bear no key
+        exposed = ["X-Request-Id"]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=exposed,
+        )
     app.add_middleware(Measure, known_paths=(*PROBE_PATHS, *GENERATION_PATHS, *OTHER_PATHS))
     app.add_middleware(Begin, timeout_s=settings.request_timeout_s, stopping=stopping)
     return app

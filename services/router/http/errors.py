@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,7 +17,17 @@ from starlette.requests import ClientDisconnect
 from services.router.http.json_response import json_response
 from services.router.http.metrics import CLIENT_DISCONNECTS, REQUESTS_REFUSED
 from services.router.http.stopping import ServerStopping
-from shared.base.errors import Cancelled, Internal, InvalidRequest, NotFound, Overloaded, TwostrokeError, Unauthorized, Unavailable
+from shared.base.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    TwostrokeError,
+    Unauthorized,
+    Unavailable,
+)
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +113,28 @@ _REFUSALS: dict[type[TwostrokeError], str] = {
 }
 
 
+# An address, a URL or a path in a message: those of this side of the router are not the client's business.
+_INTERNAL = re.compile(r"\d+\.\d+\.\d+\.\d+|\[?[0-9a-f]*:[0-9a-f:]*:[0-9a-f]*\]?|[\w.-]+:\d{2,5}\b|\w+://|(?<!\w)/\w+/|\bipv[46]:")
+
+
+def public_message(error: TwostrokeError) -> str:
+    """What a client may read. A refusal of the client's own request is shown as it is; of a failure behind the router, the text is
+    shown unless it names something internal, which the log has then."""
+    if isinstance(error, InvalidRequest) or not _INTERNAL.search(error.message):
+        return error.message
+    log.warning("%s: %s", error.kind, error.message)
+    return _PUBLIC.get(type(error), "the server failed to answer this request; its log says why")
+
+
+_PUBLIC: dict[type[TwostrokeError], str] = {
+    Unavailable: "no worker can serve this request now; try again",
+    Overloaded: "no worker has room for this request now; try again",
+    DeadlineExceeded: "the request took too long",
+}
+
+
 def error_body(error: TwostrokeError) -> dict[str, Any]:
-    return _body(error.message, error.kind, error.param, _CODES.get(type(error)))
+    return _body(public_message(error), error.kind, error.param, _CODES.get(type(error)))
 
 
 def error_response(error: TwostrokeError) -> Response:

@@ -35,10 +35,12 @@ class Frontend:
     tokenizer: ChatTokenizer
 
     async def read(self, http: Request, kind: type[B]) -> B:
+        limits.check_content_type(http)
         return parse(kind, await limits.read_body(http, self.settings.max_request_bytes))
 
     def check_model(self, model: str) -> None:
-        if model != self.settings.model_name:
+        """A request that names no model means the only one there is."""
+        if model and model != self.settings.model_name:
             raise NotFound(f"there is no model {model[:100]!r}; this server has {self.settings.model_name!r}", param="model")
 
     def start(
@@ -63,13 +65,22 @@ class Frontend:
                 param="n",
             )
         max_model_len = self.backend.max_model_len
+        cache_salt = self._cache_salt(context, body)
         requests = []
         for i, token_ids in enumerate(prompts):
             fitted = limits.fit_max_tokens(len(token_ids), max_tokens, default_max_tokens, max_model_len, prompt_param)
+            if not body.stream:
+                fitted = limits.fit_result(num_choices, fitted, num_logprobs, is_asked=max_tokens is not None)
             sampling = body.sampling(fitted, num_logprobs, self.tokenizer.eos_token_ids, self.tokenizer.vocab_size)
-            requests.append(engine.Request(f"{request_id}-{i}", token_ids, len(token_ids), sampling, body.cache_salt))
+            requests.append(engine.Request(f"{request_id}-{i}", token_ids, len(token_ids), sampling, cache_salt))
         text = TextOptions(body.stop_strings, body.include_stop_str_in_output, body.skip_special_tokens)
         return Run(self.backend, self.tokenizer, requests, text, arrived_at=context.arrived_at, deadline_at=context.deadline_at)
+
+    def _cache_salt(self, context: RequestContext, body: GenerationBody) -> str:
+        """What separates prefix caches: tenants from each other, unless they share one, and what a client keeps apart itself."""
+        if self.settings.share_prefix_cache or not context.tenant:
+            return body.cache_salt
+        return f"{context.tenant}:{body.cache_salt}"
 
     async def answer(self, http: Request, request_id: str, body: GenerationBody, run: Run, writer: Writer) -> Response:
         envelope = Envelope(request_id, self.settings.model_name)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from fastapi import Request
 
-from services.router.http.errors import BodyTimeout, ContextLengthExceeded, PayloadTooLarge
+from services.router.http.errors import BodyTimeout, ContextLengthExceeded, PayloadTooLarge, UnsupportedMediaType
 from shared.base.errors import InvalidRequest
 
 MAX_FIELDS = 64  # of one object
@@ -19,6 +19,15 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 BODY_TIMEOUT_S = 60.0
+# Of an answer that is not streamed, and so is held in memory: its tokens, each counted once and once for each logprob.
+MAX_RESULT_VALUES = 2**19
+
+
+def check_content_type(request: Request) -> None:
+    """JSON said to be JSON: a web page of another origin cannot send that without asking first. Raises UnsupportedMediaType."""
+    given = request.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != "application/json":
+        raise UnsupportedMediaType(f"the content type is {given[:100]!r}; it must be application/json")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -62,6 +71,21 @@ def fit_max_tokens(num_prompt_tokens: int, asked: int | None, default: int | Non
     if asked is not None:
         return asked
     return room if default is None else min(default, room)
+
+
+def fit_result(num_choices: int, max_tokens: int, num_logprobs: int | None, is_asked: bool) -> int:
+    """How many tokens each output of an answer that is not streamed may have: `max_tokens`, or fewer if the client did not ask for
+    them (`is_asked`). Raises InvalidRequest if it did and they are too many."""
+    num_values = num_choices * (1 if num_logprobs is None else num_logprobs + 2)  # of one token: itself, chosen and top logprobs
+    if num_values * max_tokens <= MAX_RESULT_VALUES:
+        return max_tokens
+    if is_asked:
+        raise InvalidRequest(
+            f"{num_choices} outputs of {max_tokens} tokens, with their logprobs if any, are {num_values * max_tokens} values; "
+            f"an answer that is not streamed may have {MAX_RESULT_VALUES}: ask for less, or set stream to true",
+            param="max_tokens",
+        )
+    return MAX_RESULT_VALUES // num_values
 
 
 def check_token_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:

@@ -13,16 +13,20 @@ Plain ASGI, so that a request is accounted for until the last byte of its stream
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
+import ipaddress
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.router.http.context import RequestContext, begin, context_of, request_id_from
-from services.router.http.errors import as_twostroke_error, error_response
+from services.router.http.errors import ForeignOrigin, as_twostroke_error, error_response
 from services.router.http.metrics import HTTP_REQUEST_SECONDS, HTTP_REQUESTS, REQUESTS_IN_FLIGHT
 from services.router.http.protocol import CONNECTION_KEY
 from services.router.http.stopping import ServerStopping, Stopping
@@ -119,24 +123,69 @@ async def _discard_body(receive: Receive) -> None:
                 pass
 
 
+class CheckOrigin:
+    """Keeps web pages of other origins from a server without keys, also those whose name resolves to this machine.
+
+    Browsers send `Origin` with all that a page may not do unasked. A page that people open from this machine has the name
+    localhost or an address; any other must be among `allowed`.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
+        self._app = app
+        self._allowed = allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            origin = Headers(scope=scope).get("origin", "")
+            if origin not in self._allowed and "*" not in self._allowed and _is_foreign(origin):
+                error = ForeignOrigin(f"pages of {origin[:100]!r} may not use this server; --allowed-origins allows them")
+                return await error_response(error)(scope, receive, send)
+        await self._app(scope, receive, send)
+
+
+def _is_foreign(origin: str) -> bool:
+    try:
+        url = urlsplit(origin)
+        name = url.hostname or ""
+    except ValueError:
+        return True
+    if url.scheme not in ("http", "https") or name == "localhost" or name.endswith(".localhost"):
+        return False  # without an origin, of an application on this machine, or of this machine
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return True
+    return False
+
+
 class CheckKey:
     """Asks for one of `keys` as a bearer token, on all but the `open_paths`. Without keys, everybody may."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str]) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._tenants = {key.encode(): _tenant_of(key) for key in keys}
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._keys or scope["path"] in self._open_paths or self._has_key(Headers(scope=scope)):
+        if scope["type"] != "http" or not self._tenants or scope["path"] in self._open_paths:
             return await self._app(scope, receive, send)
-        await error_response(Unauthorized("the API key is missing or wrong"))(scope, receive, send)
+        tenant = self._find_tenant(Headers(scope=scope))
+        if tenant is None:
+            return await error_response(Unauthorized("the API key is missing or wrong"))(scope, receive, send)
+        begin(scope, replace(context_of(scope), tenant=tenant))
+        await self._app(scope, receive, send)
 
-    def _has_key(self, headers: Headers) -> bool:
+    def _find_tenant(self, headers: Headers) -> str | None:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         given_key = given.strip().encode("latin-1")  # the bytes that were sent
-        matches = [hmac.compare_digest(given_key, key) for key in self._keys]  # all of them: time must not tell which
-        return scheme.lower() == "bearer" and any(matches)
+        # All of them are compared: time must not tell which.
+        found = [tenant for key, tenant in self._tenants.items() if hmac.compare_digest(given_key, key)]
+        return found[0] if found and scheme.lower() == "bearer" else None
+
+
+def _tenant_of(key: str) -> str:
+    """Names whose key it is without giving the key away."""
+    return hashlib.blake2b(key.encode(), digest_size=16, person=b"twostroke tenant").hexdigest()
 
 
 class BoundConcurrency:

@@ -80,6 +80,8 @@ class Run:
             async with aclosing(merge(generations)) as outputs:
                 async for prompt, output in outputs:
                     if (piece := self._read(prompt, output)) is not None:
+                        if piece.finish_reason is not None and output.finish_reason is None:  # a stop string ended it
+                            generations[prompt].stop_choice(output.choice)
                         yield piece
                     if self._num_open_choices == 0:
                         return
@@ -98,7 +100,7 @@ class Run:
         index = prompt * self._n + output.choice
         choice = self._choices[index]
         self._num_cached_tokens[prompt] = max(self._num_cached_tokens[prompt], output.num_cached_tokens)
-        if choice.finish_reason is not None:  # ended by a stop string; the engine does not know that
+        if choice.finish_reason is not None:  # by a stop string; this was on its way
             return None
         self._clock.tick(index, len(output.tokens))
         piece = choice.feed(output.tokens, output.finish_reason)

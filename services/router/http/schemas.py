@@ -86,7 +86,7 @@ class GenerationBody(Body):
         }
     )
 
-    model: str
+    model: str = ""  # the only one
     n: int = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -213,7 +213,7 @@ class ChatBody(GenerationBody):
 
 
 class TokenizeBody(Body):
-    model: str
+    model: str = ""  # the only one
     prompt: str | None = None
     messages: list[Message] = Field(default=[], max_length=limits.MAX_MESSAGES, fail_fast=True)
     add_special_tokens: bool | None = None  # default: true for a prompt, false for a chat, whose template writes them
@@ -222,7 +222,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    model: str
+    model: str = ""  # the only one
     tokens: list[int] = Field(fail_fast=True)
 
 
