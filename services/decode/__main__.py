@@ -14,28 +14,24 @@ from shared.transfer.handoff.receiver import Receiver
 from shared.transfer.handoff.service import KvTransferService
 from shared.transfer.handoff.setup import make_acceptors
 from shared.transfer.transports.heads import PoolGroup
-from shared.worker.worker import Service, Worker, run_worker
+from shared.worker.worker import Front, Service, Worker, run_worker
 
 
 def main(argv: Sequence[str]) -> None:
     config = parse_config(DecodeConfig, argv, "twostroke decode", os.environ)
-    run_worker(config, Role.COLOCATED if config.colocated else Role.DECODE, decode_services)
+    run_worker(config, Role.COLOCATED if config.colocated else Role.DECODE, decode_front)
 
 
-def decode_services(worker: Worker) -> list[Service]:
+def decode_front(worker: Worker) -> Front:
     if worker.role is Role.COLOCATED:
-        return [_decode(worker, None)]
+        return Front([_decode(worker, None)])
     timeout_s = worker.config.transfer_timeout_s
     pools = PoolGroup.of(worker.pool)
     acceptors = make_acceptors(worker.config, pools, worker.boot_id, worker.host_name)
-    worker.transports = acceptors.transports
-    worker.at_close(acceptors.close)
     receiver = Receiver(worker.engine, pools, worker.vocab_size, worker.boot_id, timeout_s, worker.streams.deliver, acceptors)
-    transfer = KvTransferService(receiver, timeout_s)
-    return [
-        _decode(worker, receiver),
-        Service(kv_pb2_grpc.add_KvTransferServicer_to_server, transfer, "twostroke.v1.KvTransfer"),
-    ]
+    service = KvTransferService(receiver, timeout_s)
+    transfer = Service(kv_pb2_grpc.add_KvTransferServicer_to_server, service, "twostroke.v1.KvTransfer")
+    return Front([_decode(worker, receiver), transfer], acceptors.transports, acceptors.close)
 
 
 def _decode(worker: Worker, receiver: Receiver | None) -> Service:

@@ -11,17 +11,16 @@ from shared.options.config import parse_config
 from shared.options.worker import WorkerConfig
 from shared.rpc import control_pb2_grpc
 from shared.transfer.handoff.setup import make_links
-from shared.worker.worker import Service, Worker, run_worker
+from shared.worker.worker import Front, Service, Worker, run_worker
 
 
 def main(argv: Sequence[str]) -> None:
     config = parse_config(WorkerConfig, argv, "twostroke prefill", os.environ)
-    run_worker(config, Role.PREFILL, prefill_services)
+    run_worker(config, Role.PREFILL, prefill_front)
 
 
-def prefill_services(worker: Worker) -> list[Service]:
+def prefill_front(worker: Worker) -> Front:
     links = make_links(worker.config, worker.pool, worker.host_name)
-    worker.transports = links.transports
-    worker.at_close(links.close)
     service = PrefillService(worker, worker.engine, worker.streams, worker.channels, links)
-    return [Service(control_pb2_grpc.add_PrefillServicer_to_server, service, "twostroke.v1.Prefill")]
+    prefill = Service(control_pb2_grpc.add_PrefillServicer_to_server, service, "twostroke.v1.Prefill")
+    return Front([prefill], links.transports, links.close)

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Server:
-    """A gRPC server with a health service and typed errors. `add` services, `start`, and `stop`."""
+    """A gRPC server with a health service and typed errors. `bind` it, `add` services, `start`, and `stop`."""
 
     def __init__(self, config: PeerConfig) -> None:
         """Raises ConfigError for a file that cannot be read."""
@@ -40,8 +40,8 @@ class Server:
         register(servicer, self._server)
         self._names.append(name)
 
-    async def start(self, host: str, port: int) -> int:
-        """Binds, serves, and returns the real port. Raises ConfigError if the address cannot be had."""
+    def bind(self, host: str, port: int) -> int:
+        """Returns the real port. Raises ConfigError if the address cannot be had."""
         address = str(Address(host, port))
         bound: int
         try:
@@ -55,8 +55,11 @@ class Server:
             raise ConfigError(f"cannot listen on {address}: the port is in use or the address is not this machine's")
         if self._is_open_to_all and not is_loopback(host):
             log.warning("whoever reaches %s may use this worker: give the cluster a secret with --cluster-secret-file", address)
-        await self._server.start()
         return bound
+
+    async def start(self) -> None:
+        """Serves what has been added."""
+        await self._server.start()
 
     async def set_serving(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING

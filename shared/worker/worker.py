@@ -3,7 +3,7 @@
     load the model ─> start the engine ─> serve gRPC ─> register ─> ready
     SIGTERM ─> draining (registered as such, no new requests) ─> streams end, or the time is up ─> deregister ─> stop
 
-What a role adds is the list of services it puts in front of the engine.
+What a role adds is a `Front`: the services it puts in front of the engine, and what they need.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shared.base.address import Address
@@ -56,10 +57,22 @@ class Service:
     name: str
 
 
-class Worker:
-    """Who this process is, and the parts its services share."""
+async def _nothing() -> None: ...
 
-    def __init__(self, config: WorkerConfig, role: Role, runner: ModelRunner) -> None:
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What a role puts in front of the engine."""
+
+    services: Sequence[Service]
+    transports: tuple[str, ...] = ()  # by which this worker sends or takes blocks
+    close: Callable[[], Awaitable[None]] = _nothing  # gives up what connects it to other workers
+
+
+class Worker:
+    """Who this process is, and the parts its services share. `address` is where others reach it."""
+
+    def __init__(self, config: WorkerConfig, role: Role, runner: ModelRunner, address: Address) -> None:
         self.config = config
         self.role = role
         self.boot_id = BootId(secrets.token_hex(8))
@@ -69,16 +82,11 @@ class Worker:
         self.channels = Channels(config)
         self.streams = Streams(asyncio.get_running_loop())
         self.engine = Engine(runner, _scheduler(config, role, runner), self.streams.post)
-        self.transports: tuple[str, ...] = ()  # by which this worker sends or takes blocks
         self._runner = runner
-        self._address = _own_address(config, 0)
-        self._closers: list[Callable[[], Awaitable[None]]] = []
-
-    def listens_on(self, port: int) -> None:
-        self._address = _own_address(self.config, port)
+        self._address = address
 
     def host_name(self) -> str:
-        """The name that others reach this host by. Known once the server listens."""
+        """The name that others reach this machine by."""
         return self._address.host
 
     @property
@@ -86,15 +94,9 @@ class Worker:
         """Token ids are below it."""
         return self._runner.vocab_size
 
-    def at_close(self, closer: Callable[[], Awaitable[None]]) -> None:
-        """Has `closer` awaited by `close`, last registered first."""
-        self._closers.append(closer)
-
-    async def close(self) -> None:
-        """Gives up what connects this worker to others."""
-        while self._closers:
-            await self._closers.pop()()
-        await self.channels.close()
+    def drain(self) -> None:
+        """From now on, services refuse new requests."""
+        self.is_draining = True
 
     def check_tokens(self, request: Request) -> None:
         """Raises InvalidRequest for ids outside the vocabulary: they would read past the embedding."""
@@ -103,7 +105,7 @@ class Worker:
         if bad is not None:
             raise InvalidRequest(f"token id {bad} is outside the vocabulary of {limit}", param="prompt")
 
-    def info(self) -> WorkerInfo:
+    def info(self, transports: tuple[str, ...] = ()) -> WorkerInfo:
         return WorkerInfo(
             worker_id=WorkerId(self.config.worker_id or f"{self.role.value}@{self._address}"),
             boot_id=self.boot_id,
@@ -115,7 +117,7 @@ class Worker:
             num_blocks=self.pool.num_blocks,
             max_model_len=self._runner.max_model_len,
             max_num_seqs=self.config.max_num_seqs,
-            transports=self.transports,
+            transports=transports,
             draining=self.is_draining,
             load=self.engine.load(),
             source=self.config.model,
@@ -164,7 +166,7 @@ class _StatusService(control_pb2_grpc.WorkerServicer):
         )
 
 
-def run_worker(config: WorkerConfig, role: Role, services: Callable[[Worker], Sequence[Service]]) -> None:
+def run_worker(config: WorkerConfig, role: Role, make_front: Callable[[Worker], Front]) -> None:
     """Runs until SIGTERM or SIGINT. Raises ConfigError for what an operator can mend."""
     configure_logging(config.log_level, config.worker_id or role.value)
     _own_address(config, config.port)  # there must be one: better known before the model is loaded
@@ -173,24 +175,25 @@ def run_worker(config: WorkerConfig, role: Role, services: Callable[[Worker], Se
     compute_on_one_core()
     notify_progress(f"loading {config.model_name}")
     runner = in_own_thread(lambda: load_runner(config, role))
-    asyncio.run(_serve(config, role, runner, services))
+    asyncio.run(_serve(config, role, runner, make_front))
 
 
-async def _serve(config: WorkerConfig, role: Role, runner: ModelRunner, services: Callable[[Worker], Sequence[Service]]) -> None:
+async def _serve(config: WorkerConfig, role: Role, runner: ModelRunner, make_front: Callable[[Worker], Front]) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    worker = Worker(config, role, runner)
     server = Server(config)
-    for service in services(worker):
+    port = server.bind(config.host, config.port)
+    worker = Worker(config, role, runner, _own_address(config, port))
+    front = make_front(worker)
+    status = Service(control_pb2_grpc.add_WorkerServicer_to_server, _StatusService(worker), "twostroke.v1.Worker")
+    for service in (*front.services, status):
         server.add(service.register, service.servicer, service.name)
-    server.add(control_pb2_grpc.add_WorkerServicer_to_server, _StatusService(worker), "twostroke.v1.Worker")
-    port = await server.start(config.host, config.port)
-    worker.listens_on(port)
+    await server.start()
     if config.metrics_port is not None:
         serve_metrics(config.host, config.metrics_port)
     worker.engine.start()
-    registration = Registration(config.redis_url, worker.info, worker.engine, Keys(config.namespace))
+    registration = Registration(config.redis_url, partial(worker.info, front.transports), worker.engine, Keys(config.namespace))
     await registration.start()
     await server.set_serving(True)
     log.info(
@@ -199,7 +202,7 @@ async def _serve(config: WorkerConfig, role: Role, runner: ModelRunner, services
     notify_ready()
 
     await stop.wait()
-    worker.is_draining = True
+    worker.drain()
     await server.set_serving(False)
     await registration.publish()
     try:
@@ -208,6 +211,7 @@ async def _serve(config: WorkerConfig, role: Role, runner: ModelRunner, services
     except TimeoutError:
         log.warning("drain time is up; the router continues the remaining requests elsewhere")
     await registration.stop()
-    await worker.close()
+    await front.close()
+    await worker.channels.close()
     await server.stop(grace_s=0.5)
     worker.engine.stop()

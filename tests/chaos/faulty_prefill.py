@@ -20,7 +20,7 @@ from shared.rpc import control_pb2_grpc, kv_pb2
 from shared.transfer.handoff.links import Links
 from shared.transfer.transports.grpc import GrpcConnector, GrpcLink, GrpcWriter
 from shared.transfer.transports.interface import Announce, Peer
-from shared.worker.worker import Service, Worker, run_worker
+from shared.worker.worker import Front, Service, Worker, run_worker
 from tests.chaos import blockable
 from tests.chaos.chunk_fault import CHUNKS_FILE_VARIABLE, ChunkFault
 
@@ -63,14 +63,13 @@ class FaultyConnector(GrpcConnector):
         return self._link
 
 
-def faulty_services(worker: Worker) -> list[Service]:
+def faulty_front(worker: Worker) -> Front:
     links = Links([FaultyConnector(Path(os.environ[CHUNKS_FILE_VARIABLE]), worker.config.transfer_timeout_s)])
-    worker.transports = links.transports
-    worker.at_close(links.close)
     service = PrefillService(worker, worker.engine, worker.streams, worker.channels, links)
-    return [Service(control_pb2_grpc.add_PrefillServicer_to_server, service, "twostroke.v1.Prefill")]
+    prefill = Service(control_pb2_grpc.add_PrefillServicer_to_server, service, "twostroke.v1.Prefill")
+    return Front([prefill], links.transports, links.close)
 
 
 if __name__ == "__main__":
     blockable.install()
-    run_worker(parse_config(WorkerConfig, sys.argv[1:], "faulty_prefill", os.environ), Role.PREFILL, faulty_services)
+    run_worker(parse_config(WorkerConfig, sys.argv[1:], "faulty_prefill", os.environ), Role.PREFILL, faulty_front)

@@ -170,6 +170,7 @@ async def test_an_open_worker_is_warned_of_once_it_listens_to_other_machines(
     config: PeerConfig, host: str, is_warned_of: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Server(config)
-    await server.start(host, 0)
+    server.bind(host, 0)
+    await server.start()
     await server.stop(0)
     assert ("--cluster-secret-file" in caplog.text) == is_warned_of

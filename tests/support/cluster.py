@@ -7,17 +7,18 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from services.decode.__main__ import decode_services
-from services.prefill.__main__ import prefill_services
+from services.decode.__main__ import decode_front
+from services.prefill.__main__ import prefill_front
 from services.router.dispatch.dispatcher import Dispatcher
 from services.router.dispatch.fleet import Fleet
+from shared.base.address import Address
 from shared.base.request import Output, Request, SamplingParams
 from shared.base.worker_info import Role, WorkerInfo
 from shared.options.peers import PeerConfig
 from shared.options.worker import WorkerConfig
 from shared.wire.channels import Channels
 from shared.wire.serving import Server
-from shared.worker.worker import Worker
+from shared.worker.worker import Front, Worker
 from tests.support.fake_runner import GEOMETRY, FakeAsyncRunner, FakeRunner
 
 _ids = itertools.count()
@@ -31,15 +32,21 @@ class FakeWorker:
     ) -> None:
         self.runner = runner or FakeRunner(num_blocks)
         self.config = config or WorkerConfig(transfer_timeout_s=2.0, max_num_batched_tokens=64)
-        self.worker = Worker(self.config, role, self.runner)  # type: ignore[arg-type]
-        self.num_free_at_start = self.worker.engine.load().num_free_blocks
         self._server = Server(self.config)
+        address = Address("127.0.0.1", self._server.bind("127.0.0.1", 0))
+        self.worker = Worker(self.config, role, self.runner, address)  # type: ignore[arg-type]
+        self.num_free_at_start = self.worker.engine.load().num_free_blocks
+        self._front = Front([])
 
     async def start(self) -> FakeWorker:
-        services = prefill_services if self.worker.role is Role.PREFILL else decode_services
-        for service in services(self.worker):
+        make_front = prefill_front if self.worker.role is Role.PREFILL else decode_front
+        return await self.start_with(make_front(self.worker))
+
+    async def start_with(self, front: Front) -> FakeWorker:
+        self._front = front
+        for service in front.services:
             self._server.add(service.register, service.servicer, service.name)
-        self.worker.listens_on(await self._server.start("127.0.0.1", 0))
+        await self._server.start()
         self.worker.engine.start()
         return self
 
@@ -47,13 +54,14 @@ class FakeWorker:
         if isinstance(self.runner, FakeRunner):
             self.runner.gate.set()
         await self._server.stop(0)
-        await self.worker.close()
+        await self._front.close()
+        await self.worker.channels.close()
         self.worker.engine.stop()
         if isinstance(self.runner, FakeAsyncRunner):
             self.runner.close()
 
     def info(self) -> WorkerInfo:
-        return self.worker.info()
+        return self.worker.info(self._front.transports)
 
     def is_idle(self) -> bool:
         """No step is in flight: its sequences' blocks have been given back."""

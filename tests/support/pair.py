@@ -29,6 +29,7 @@ from shared.transfer.handoff.service import KvTransferService
 from shared.transfer.handoff.setup import make_acceptors, make_links
 from shared.transfer.transports.heads import HeadShard, PoolGroup
 from shared.wire.channels import Channels
+from shared.worker.worker import Front, Service
 from tests.support.cluster import FakeWorker, prompt_of, request
 from tests.support.eventually import eventually
 from tests.support.fake_device import FakeDevice, fake_cuda_acceptor, fake_cuda_connector
@@ -138,7 +139,9 @@ async def pair(
     else:
         acceptors, links = Acceptors([FakeAcceptor(wire, made.pool)]), Links([FakeConnector(wire)])
     receiver = Receiver(made.engine, pools, made.vocab_size, made.boot_id, lease_s, made.streams.deliver, acceptors)
-    await start_server(worker, receiver)
+    service = KvTransferService(receiver, 2.0)
+    transfer = Service(kv_pb2_grpc.add_KvTransferServicer_to_server, service, "twostroke.v1.KvTransfer")
+    await worker.start_with(Front([transfer]))
     both = Pair(worker, receiver, links)
     try:
         yield both
@@ -147,13 +150,6 @@ async def pair(
         await both.channels.close()
         await acceptors.close()
         await worker.stop()
-
-
-async def start_server(worker: FakeWorker, receiver: Receiver) -> None:
-    service = KvTransferService(receiver, 2.0)
-    worker._server.add(kv_pb2_grpc.add_KvTransferServicer_to_server, service, "twostroke.v1.KvTransfer")
-    worker.worker.listens_on(await worker._server.start("127.0.0.1", 0))
-    worker.worker.engine.start()
 
 
 def split_pool(pool: KvPool, split: Sequence[int]) -> tuple[list[HeadShard], torch.Tensor]:

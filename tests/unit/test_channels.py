@@ -41,7 +41,8 @@ async def served(config: PeerConfig | None = None, host: str = "127.0.0.1") -> A
     worker, server = Worker(), Server(config or PeerConfig())
     server.add(control_pb2_grpc.add_WorkerServicer_to_server, worker, "twostroke.v1.Worker")
     server.add(control_pb2_grpc.add_DecodeServicer_to_server, worker, "twostroke.v1.Decode")
-    port = await server.start(host, 0)
+    port = server.bind(host, 0)
+    await server.start()
     yield worker, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     await server.stop(0)
 
