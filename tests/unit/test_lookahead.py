@@ -161,6 +161,50 @@ def test_the_next_step_waits_for_a_committed_reservation() -> None:
     assert names(engine.scheduler.schedule()) == ["a", "r"]
 
 
+@pytest.mark.parametrize("kind", ["waiting", "committed"])
+def test_the_next_step_waits_where_one_of_several_ends_and_another_takes_its_seat(kind: str) -> None:
+    engine = Engine(max_num_seqs=2)
+    engine.add("a", max_tokens=2)
+    engine.add("b")
+    engine.update(engine.scheduler.schedule())
+    if kind == "waiting":
+        engine.add("c")
+    else:
+        engine.reserve("c", 3)
+        assert engine.scheduler.commit("c", [SampledToken(OTHER)], 0) == []
+    plan = engine.scheduler.schedule()
+    assert engine.ahead() is None
+    engine.update(plan)
+    assert names(engine.scheduler.schedule()) == ["b", "c"]
+
+
+def test_the_next_step_does_not_wait_for_a_committed_sequence_that_finds_no_seat() -> None:
+    engine = Engine(max_num_seqs=1)
+    engine.add("a")
+    engine.reserve("c", 3)
+    plan = engine.scheduler.schedule()
+    engine.scheduler.commit("c", [SampledToken(OTHER)], 0)
+    assert names(engine.ahead()) == ["a"]
+    engine.update(plan)
+
+
+def test_the_next_step_waits_for_a_committed_sequence_once_the_seats_kept_from_it_are_free() -> None:
+    engine = Engine(max_num_seqs=2)
+    engine.add("a")
+    engine.add("first", n=2)  # keeps both seats, of which one is taken
+    engine.reserve("c", 3)
+    plan = engine.scheduler.schedule()
+    assert engine.scheduler.commit("c", [SampledToken(OTHER)], 0) == []
+    ahead = engine.ahead()
+    assert names(ahead) == ["a"]
+    engine.update(plan)
+    engine.scheduler.abort("first")
+    assert engine.ahead() is None
+    assert ahead is not None
+    engine.update(ahead)
+    assert names(engine.scheduler.schedule()) == ["a", "c"]
+
+
 def test_nothing_is_planned_ahead_that_would_take_a_preemption() -> None:
     engine = Engine(num_usable_blocks=10)
     engine.add("a", num_tokens=12)

@@ -534,6 +534,76 @@ def test_a_commit_without_a_reservation_or_with_a_wrong_number_of_tokens_is_refu
         engine.scheduler.commit("a", [token, token], 0)
 
 
+# --- stopped outputs
+
+
+def test_a_stopped_output_gives_its_own_blocks_back_and_the_others_go_on() -> None:
+    engine = Engine()
+    request = request_of("a", 10, max_tokens=6, n=3)
+    engine.add(request)
+    outputs = [*engine.step()[1], *engine.step()[1]]  # each has a last block of its own now
+    free = engine.blocks.num_free_blocks
+    assert engine.scheduler.stop_choice("a", 1)
+    assert not engine.scheduler.stop_choice("a", 1)
+    engine.scheduler.check()
+    assert engine.blocks.num_free_blocks == free + 1
+    outputs += engine.run()
+    of_two = [output for output in outputs if isinstance(output, Output)]
+    for choice, (expected, _) in enumerate(solo_outputs(request, 64)):
+        assert tokens_of(of_two, "a", choice) == (expected[:2] if choice == 1 else expected)
+    assert engine.blocks.num_free_blocks == 32
+
+
+def test_an_output_stopped_during_a_step_keeps_its_blocks_until_the_step_is_over() -> None:
+    engine = Engine()
+    engine.add(request_of("a", 10, n=2))
+    engine.step()
+    plan = engine.scheduler.schedule()
+    free = engine.blocks.num_free_blocks
+    assert engine.scheduler.stop_choice("a", 0)
+    assert engine.blocks.num_free_blocks == free
+    events = engine.scheduler.update(plan, engine.model.execute(plan))
+    assert [event.choice for event in events if isinstance(event, Output)] == [1]
+    assert engine.blocks.num_free_blocks == free + 1
+
+
+@pytest.mark.parametrize("way", ["local", "handed over"])
+def test_an_output_stopped_before_there_is_one_never_comes(way: str) -> None:
+    engine = Engine()
+    request = request_of("a", 10, max_tokens=3, n=3)
+    sequence = engine.add(request) if way == "local" else engine.reserve(request)
+    assert engine.scheduler.stop_choice("a", 0)
+    assert not engine.scheduler.stop_choice("a", 0)
+    assert not engine.scheduler.stop_choice("a", 3)
+    outputs = engine.fill_and_commit(sequence) if way == "handed over" else []
+    outputs += engine.run()
+    assert {output.choice for output in outputs} == {1, 2}
+    for choice in (1, 2):
+        assert tokens_of(outputs, "a", choice) == solo_outputs(request, 64)[choice][0]
+    assert engine.blocks.num_free_blocks == 32
+
+
+def test_a_request_whose_outputs_are_all_stopped_ends_with_its_prompt_and_needs_no_seat() -> None:
+    engine = Engine(max_num_seqs=2)
+    engine.add(request_of("other", 5))
+    sequence = engine.reserve(request_of("a", 10, n=2))
+    for choice in (0, 1):
+        assert engine.scheduler.stop_choice("a", choice)
+    assert sequence.status is Status.RESERVED  # a prefill worker may be writing to its blocks
+    assert engine.fill_and_commit(sequence) == []
+    assert sequence.status is Status.FINISHED
+    assert engine.blocks.num_free_blocks == 32
+
+
+@pytest.mark.parametrize(("request_id", "choice"), [("nobody", 0), ("a", 1)])
+def test_stopping_what_is_not_there_changes_nothing(request_id: str, choice: int) -> None:
+    engine = Engine()
+    engine.add(request_of("a", 10))
+    engine.step()
+    assert not engine.scheduler.stop_choice(request_id, choice)
+    assert tokens_of(engine.run(), "a")
+
+
 # --- held prompts
 
 
