@@ -378,6 +378,18 @@ def test_a_free_seat_goes_to_whoever_came_first(first: str) -> None:
         engine.add(request_of("local", 5, max_tokens=2))
     order = dict.fromkeys(output.request_id for output in engine.run() if output.request_id != "a")
     assert list(order) == [first, "local" if first != "local" else "handed over"]
+    assert engine.scheduler.num_preemptions == 0
+
+
+def test_a_waiting_request_takes_no_free_seat_before_an_older_committed_one_that_needs_several() -> None:
+    engine = Engine(max_num_seqs=3)
+    engine.add(request_of("a", 5, max_tokens=4))
+    engine.step()
+    assert engine.fill_and_commit(engine.reserve(request_of("older", 5, n=3))) == []
+    engine.add(request_of("younger", 5))
+    assert [entry[0] for entry in shape(engine.step()[0])] == ["a"]
+    order = dict.fromkeys(output.request_id for output in engine.run() if output.request_id != "a")
+    assert list(order) == ["older", "younger"]
 
 
 def test_a_handed_over_request_that_came_first_keeps_its_place_until_it_is_committed_but_no_seat() -> None:
@@ -409,19 +421,53 @@ def test_the_first_in_line_keeps_its_seat_from_younger_committed_ones_while_it_l
 
 def test_where_the_first_in_line_lacks_blocks_and_nothing_runs_the_newest_committed_gives_up_its_own() -> None:
     engine = Engine(num_blocks=9, max_num_seqs=1, max_model_len=32)
-    requests = [request_of("first", 12, max_tokens=16), request_of("younger", 16, max_tokens=3)]
+    requests = [request_of("first", 12, max_tokens=10), request_of("older", 8), request_of("younger", 8, max_tokens=3)]
     first = engine.add(requests[0])
     outputs = [event for event in engine.step()[1] if isinstance(event, Output)]
-    younger = engine.reserve(requests[1])  # takes all but the one block that is kept for the other to grow
+    older, younger = engine.reserve(requests[1]), engine.reserve(requests[2])  # all but the block kept for the first to grow
     while first.status is Status.RUNNING:
         outputs += [event for event in engine.step()[1] if isinstance(event, Output)]
     assert not engine.scheduler.has_work
-    assert engine.fill_and_commit(younger) == []
+    assert engine.fill_and_commit(older) + engine.fill_and_commit(younger) == []
     outputs += engine.run()
-    assert younger.num_preemptions == 1
-    assert list(dict.fromkeys(output.request_id for output in outputs)) == ["first", "younger"]
+    assert (older.num_preemptions, younger.num_preemptions) == (0, 1)
+    assert list(dict.fromkeys(output.request_id for output in outputs)) == ["first", "older", "younger"]
     for request in requests:
         assert tokens_of(outputs, request.request_id) == solo_outputs(request, 32)[0][0]
+
+
+def test_where_a_stream_lacks_a_block_a_younger_committed_one_gives_up_its_own() -> None:
+    engine = Engine(num_blocks=9, max_num_seqs=1, max_model_len=32)
+    requests = [request_of("first", 12, max_tokens=16), request_of("younger", 16, max_tokens=3)]
+    first = engine.add(requests[0])
+    outputs = [event for event in engine.step()[1] if isinstance(event, Output)]
+    younger = engine.reserve(requests[1])
+    assert engine.fill_and_commit(younger) == []
+    outputs += engine.run()
+    assert (first.num_preemptions, younger.num_preemptions) == (0, 1)
+    for request in requests:
+        assert tokens_of(outputs, request.request_id) == solo_outputs(request, 32)[0][0]
+
+
+def test_no_more_than_64_blocks_are_kept_free_for_streams_to_grow() -> None:
+    engine = Engine(num_blocks=200, max_num_seqs=80, max_num_batched_tokens=200, max_model_len=400)
+    for index in range(66):
+        engine.add(request_of(f"r{index}", 1))
+    engine.step()
+    assert engine.blocks.num_free_blocks == 133
+    engine.scheduler.reserve(request_of("large", 70 * BLOCK_SIZE))
+    assert engine.scheduler.grant() == []
+    engine.scheduler.abort("large")
+    engine.reserve(request_of("fits", 69 * BLOCK_SIZE))
+
+
+def test_cached_tokens_of_a_continuation_are_at_most_its_prompt() -> None:
+    engine = Engine()
+    request = request_of("a", 16, max_tokens=1)
+    engine.add(request)
+    engine.run()
+    engine.add(Request("rest", request.token_ids, 6, SamplingParams(max_tokens=11)))
+    assert [output.num_cached_tokens for output in engine.run()] == [6]
 
 
 def test_of_a_committed_request_with_n_outputs_all_are_seated_together() -> None:
@@ -581,6 +627,17 @@ def test_an_output_stopped_before_there_is_one_never_comes(way: str) -> None:
     for choice in (1, 2):
         assert tokens_of(outputs, "a", choice) == solo_outputs(request, 64)[choice][0]
     assert engine.blocks.num_free_blocks == 32
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stopped_reservation_keeps_its_blocks_until_its_sender_has_ended(n: int) -> None:
+    engine = Engine()
+    sequence = engine.reserve(request_of("a", 10, n=n))
+    for choice in range(n):
+        assert engine.scheduler.stop_choice("a", choice)
+    assert (sequence.status, engine.blocks.num_free_blocks) == (Status.RESERVED, 32 - 3)
+    assert engine.fill_and_commit(sequence) == []
+    assert (sequence.status, engine.blocks.num_free_blocks) == (Status.FINISHED, 32)
 
 
 def test_a_request_whose_outputs_are_all_stopped_ends_with_its_prompt_and_needs_no_seat() -> None:
