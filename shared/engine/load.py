@@ -26,7 +26,7 @@ from shared.engine.schedule.plan import Plan, ScheduledSequence
 from shared.engine.schedule.sequence import Sequence
 from shared.kernels import load_kernels
 from shared.models.checkpoint import open_checkpoint
-from shared.models.config import read_config
+from shared.models.config_cache import cached_config
 from shared.models.decoder import Decoder
 from shared.models.digest import weights_digest
 from shared.models.dtype import choose_dtype, choose_kv_dtype, name_of
@@ -114,7 +114,7 @@ class _Loaded:
 
 def _load(config: WorkerConfig, role: Role, device: torch.device) -> _Loaded:
     files = locate(config.model, config.revision)
-    model_config = read_config(files)
+    model_config = cached_config(files)
     max_model_len = sizing.choose_max_model_len(config.max_model_len, model_config.max_position)
     num_weights = sum(prod(shape) for shape in expected_shapes(model_config).values())
     if files.gguf_file:  # unpacked as a whole, in main memory
