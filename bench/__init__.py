@@ -3,6 +3,7 @@
 __main__.py   `twostroke bench`: workloads against a server that runs, or `compare`
 load/         requests, workloads and what follows from their arrivals; knows no engine
 compare/      the same work on several engines, one at a time; starts and stops them
+fleet/        what a thousand workers cost a router
 handoff/      what handing a prompt over costs; how fast each transport is
 failover/     what clients feel when a worker is killed
 kernels/      kernels beside the limits of the CPU or GPU they run on

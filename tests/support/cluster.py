@@ -82,6 +82,9 @@ class StaticWatcher:
     def __init__(self) -> None:
         self.workers: dict[str, WorkerInfo] = {}
 
+    def is_stale(self, worker_id: str) -> bool:
+        return False
+
 
 class NoPrefixes:
     async def longest_prefix(self, workers: Sequence[WorkerInfo], hashes: Sequence[bytes]) -> dict[str, int]:
@@ -112,6 +115,7 @@ class Cluster:
     async def remove(self, worker: FakeWorker, forget: bool = True) -> None:
         if forget:
             self.watcher.workers.pop(worker.info().worker_id)
+            self.fleet.notify_change(worker.info().worker_id)
         self.workers.remove(worker)
         await worker.stop()
 

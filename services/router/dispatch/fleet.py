@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from services.router.dispatch.model_pool import ModelPool, model_pools
+from services.router.dispatch.model_pool import ModelPool
 from services.router.dispatch.placement import Placement, place
+from services.router.dispatch.pools import Group, Members, Pools
 from services.router.dispatch.rests import Rests
 from shared.base.block_hash import block_hashes, hash_seed
-from shared.base.errors import InvalidRequest, TwostrokeError, Unavailable
+from shared.base.errors import TwostrokeError, Unavailable
 from shared.base.request import Request
 from shared.base.worker_info import BootId, Role, WorkerId, WorkerInfo
 from shared.index.prefix_index import PrefixLookup
@@ -22,6 +23,8 @@ from shared.index.registry import FleetWatcher
 from shared.wire.channels import Channels
 
 _FADING_PER_HEARTBEAT = 0.98
+_EXACT_UP_TO = 16  # workers of one phase and weights that are all looked at; of more, as many are drawn as come next
+_NUM_DRAWN = 8  # the best of eight at random is among the best tenth of all, more often than not
 
 
 class Fleet:
@@ -34,6 +37,7 @@ class Fleet:
         self._boots: dict[WorkerId, BootId] = {}  # as last seen
         self._sent: Counter[WorkerId] = Counter()  # worker id -> requests sent since its last heartbeat
         self._transfer_s: dict[WorkerId, float] = {}  # prefill worker id -> moving average
+        self._pools = Pools()
         self._changed = asyncio.Event()
         self._joins = asyncio.Event()
 
@@ -44,6 +48,7 @@ class Fleet:
             self._transfer_s.pop(worker_id, None)
         elif worker_id in self._transfer_s:  # a slow one is tried again some day, although it is not used meanwhile
             self._transfer_s[worker_id] *= _FADING_PER_HEARTBEAT
+        self._pools.see(worker_id, self._watcher.workers.get(worker_id))
         self._notice_boot(worker_id)
         self._changed.set()
 
@@ -57,12 +62,12 @@ class Fleet:
         return self._joins
 
     def live(self) -> list[WorkerInfo]:
-        """All that take requests, of all models."""
-        return [w for w in self._watcher.workers.values() if not w.draining]
+        """All that take requests, of all models, and whose processes are seen to make progress."""
+        return [w for w in self._watcher.workers.values() if not w.draining and not self._watcher.is_stale(w.worker_id)]
 
     def models(self) -> Mapping[str, ModelPool]:
         """By served name, what can be served now."""
-        return model_pools(self.live())
+        return self._pools.models()
 
     def channel(self, worker: WorkerInfo) -> Any:
         return self._channels.get(worker.address)
@@ -82,35 +87,83 @@ class Fleet:
         digest: of the weights that the request began with, which every worker that continues it must have
         decode: the worker that must decode; only the prefill worker is chosen
         """
-        workers = [w for w in self._workers_of(request.model) if digest is None or w.digest == digest]
-        if decode is not None:
-            workers = [w for w in workers if w.boot_id == decode.boot_id or (w.role is Role.PREFILL and w.digest == decode.digest)]
-        if not workers and digest is not None:
-            raise Unavailable("no worker with the weights that this request began with is registered")
-        excluded = {w.worker_id for w in workers if w.boot_id in exclude}
-        rested = [w for w in workers if not self._rests.is_resting(w)]
-        cached = await self._cached_blocks(request, workers)
-        try:
-            placement = self._place(request, rested, cached, excluded)
-        except Unavailable:
-            placement = self._place(request, workers, cached, excluded)
+        groups = self._pools.groups(request.model, digest)
+        candidates: list[WorkerInfo] = []
+        cached: dict[WorkerId, int] = {}
+        for group in groups:
+            members, held = await self._look_into(group, request, exclude, decode)
+            candidates += members
+            cached |= held
+        placement = self._first_possible(request, cached, exclude, self._by_preference(candidates, groups, decode))
         for worker in (placement.prefill, placement.decode):
             if worker is not None:
                 self._sent[worker.worker_id] += 1
         return placement
 
-    def _workers_of(self, model: str) -> list[WorkerInfo]:
-        """A request without a model goes to the only one."""
-        live = self.live()
-        names = {w.model for w in live}
-        if model:
-            workers = [w for w in live if w.model == model]
-            if not workers:
-                raise Unavailable(f"no worker of model {model!r} is registered")
-            return workers
-        if len(names) > 1:
-            raise InvalidRequest(f"model is missing; it must be one of {', '.join(sorted(names))}", param="model")
-        return live
+    async def _look_into(
+        self, group: Group, request: Request, exclude: Collection[BootId], decode: WorkerInfo | None
+    ) -> tuple[list[WorkerInfo], dict[WorkerId, int]]:
+        """The workers of a group that are worth a look, and how many leading blocks of the prompt each holds, as far as is known:
+        all of a small group, and of a large one some at random and those that stored the prompt's blocks last."""
+        ids = self._some_of(group.prefills, request, exclude)
+        ids += [decode.worker_id] if decode is not None else self._some_of(group.decoders, request, exclude)
+        hashes = self._hashes(group, request)
+        if decode is None and len(ids) < len(group):
+            holders = map(self._pools.with_tag, await self._prefixes.recent_holders(hashes))
+            members = set(ids)
+            ids += [h for h in holders if h is not None and h not in members and any(self._infos([h], group.digest))]
+        workers = list(self._infos(ids, group.digest))
+        return workers, await self._prefixes.longest_prefix(workers, hashes) if hashes else {}
+
+    def _some_of(self, members: Members, request: Request, exclude: Collection[BootId]) -> list[WorkerId]:
+        if len(members) <= _EXACT_UP_TO:
+            return list(members)
+
+        def is_good(worker_id: WorkerId) -> bool:
+            worker = self._watcher.workers.get(worker_id)
+            return worker is not None and worker.boot_id not in exclude and self._is_preferred(worker)
+
+        return members.draw(_NUM_DRAWN, 2 * _NUM_DRAWN, request.request_id, is_good)
+
+    def _hashes(self, group: Group, request: Request) -> list[bytes]:
+        block_size = next((w.block_size for w in self._infos(group, group.digest)), 0)
+        return block_hashes(hash_seed(group.digest, request.cache_salt), request.token_ids, block_size) if block_size else []
+
+    def _by_preference(
+        self, candidates: list[WorkerInfo], groups: Collection[Group], decode: WorkerInfo | None
+    ) -> Iterator[list[WorkerInfo]]:
+        """Candidates that neither rest nor are stale, then whoever does neither, then whoever is not stale, then everybody."""
+        yield [w for w in candidates if self._is_preferred(w)]
+        everybody = [w for group in groups for w in self._infos(group, group.digest)]
+        if decode is not None:
+            everybody = [w for w in everybody if w.role is Role.PREFILL or w.boot_id == decode.boot_id]
+        if len(everybody) > len(candidates):
+            yield [w for w in everybody if self._is_preferred(w)]
+        yield [w for w in everybody if not self._watcher.is_stale(w.worker_id)]
+        yield everybody
+
+    def _first_possible(
+        self,
+        request: Request,
+        cached: Mapping[WorkerId, int],
+        exclude: Collection[BootId],
+        choices: Iterator[list[WorkerInfo]],
+    ) -> Placement:
+        unavailable = Unavailable("no worker is registered")
+        for workers in choices:
+            try:
+                return self._place(request, workers, cached, {w.worker_id for w in workers if w.boot_id in exclude})
+            except Unavailable as error:
+                unavailable = error
+        raise unavailable
+
+    def _is_preferred(self, worker: WorkerInfo) -> bool:
+        return not (self._rests.is_resting(worker) or self._watcher.is_stale(worker.worker_id))
+
+    def _infos(self, worker_ids: Iterable[WorkerId], digest: str) -> Iterator[WorkerInfo]:
+        """Of those that are still there, with these weights."""
+        known = self._watcher.workers
+        return (w for w in map(known.get, worker_ids) if w is not None and w.digest == digest)
 
     def _place(
         self, request: Request, workers: Collection[WorkerInfo], cached: Mapping[WorkerId, int], excluded: Collection[WorkerId]
@@ -146,18 +199,6 @@ class Fleet:
         if worker is not None and worker.boot_id != before:
             self._joins.set()
             self._joins = asyncio.Event()
-
-    async def _cached_blocks(self, request: Request, workers: Collection[WorkerInfo]) -> dict[WorkerId, int]:
-        """Leading blocks of the prompt that each worker holds, as far as the index knows. One lookup per kind of worker."""
-        kinds: dict[tuple[str, int], list[WorkerInfo]] = {}
-        for worker in workers:
-            kinds.setdefault((worker.digest, worker.block_size), []).append(worker)
-        cached: dict[WorkerId, int] = {}
-        for (digest, block_size), group in kinds.items():
-            hashes = block_hashes(hash_seed(digest, request.cache_salt), request.token_ids, block_size)
-            if hashes:
-                cached |= await self._prefixes.longest_prefix(group, hashes)
-        return cached
 
 
 def can_pair(prefill: WorkerInfo, decode: WorkerInfo) -> bool:

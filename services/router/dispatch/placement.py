@@ -14,14 +14,17 @@ than the way over a prefill worker; and a prefix that is cached somewhere attrac
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from shared.base.blocks_of import num_blocks_of
 from shared.base.errors import Unavailable
 from shared.base.worker_info import Role, WorkerId, WorkerInfo
+
+T = TypeVar("T")
 
 # Assumed where nothing is measured. Only ratios matter, and the first request to a worker replaces them.
 DEFAULT_PREFILL_TOKENS_PER_S = 2000.0
@@ -77,10 +80,10 @@ def place(
     for kind in {_kind(w) for w in decoders}:
         prefills = [w for w in usable if w.role is Role.PREFILL and _kind(w) == kind]
         if prefills:  # what a prefill worker costs does not depend on its partner, so one is best for all of its kind
-            best = min(prefills, key=lambda w: (costs.prefill(w), _lot(w, tie_breaker)))
+            best = _cheapest(prefills, costs.prefill, lambda w: _lot(w, tie_breaker))
             pairs += [Placement(best, decode) for decode in decoders if decode.role is Role.DECODE and _kind(decode) == kind]
     options = pairs if always_hand_off and pairs else local + pairs
-    return min(options, key=lambda o: (costs.total(o), o.prefill is not None, _lot(o.decode, tie_breaker)))
+    return _cheapest(options, costs.total, lambda o: (o.prefill is not None, _lot(o.decode, tie_breaker)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +103,11 @@ class _Costs:
         return self.prefill(placement.prefill) + self.transfer(placement.prefill, decode) + self.decode(decode)
 
     def prefill(self, worker: WorkerInfo) -> float:
-        return self._queue_s(worker) + self._compute_s(worker)
+        return self._compute_s(worker, 1.0)
 
     def local(self, worker: WorkerInfo) -> float:
         num_disturbed = worker.load.num_running
-        return self._queue_s(worker) + self._compute_s(worker) * (1 + STREAM_DELAY_WEIGHT * num_disturbed)
+        return self._compute_s(worker, 1.0 + STREAM_DELAY_WEIGHT * num_disturbed)
 
     def transfer(self, prefill: WorkerInfo, decode: WorkerInfo) -> float:
         assumed_s = self._uncached_tokens(decode) / DEFAULT_TRANSFER_TOKENS_PER_S
@@ -118,24 +121,27 @@ class _Costs:
         missing = max(0, needed * (1 + self._num_extra(worker)) - worker.load.num_free_blocks)
         return FULL_BATCH_S * occupancy + WAIT_FOR_SLOT_S * excess + WAIT_FOR_BLOCKS_S * missing / needed
 
-    def _queue_s(self, worker: WorkerInfo) -> float:
-        """Prompt tokens ahead of this one. Requests not yet reported are taken to be like this one."""
-        num_tokens = worker.load.num_waiting_tokens + self._num_extra(worker) * self._uncached_tokens(worker)
-        return num_tokens / self._tokens_per_s(worker)
-
-    def _compute_s(self, worker: WorkerInfo) -> float:
-        return self._uncached_tokens(worker) / self._tokens_per_s(worker)
+    def _compute_s(self, worker: WorkerInfo, weight: float) -> float:
+        """Until the prompt is computed, `weight` times what it takes itself and once what is ahead of it. Requests that are not
+        yet reported are taken to be like this one."""
+        weighted = (self._num_extra(worker) + weight) * self._uncached_tokens(worker)
+        return (worker.load.num_waiting_tokens + weighted) / (worker.load.prefill_tokens_per_s or self.typical_tokens_per_s)
 
     def _uncached_tokens(self, worker: WorkerInfo) -> int:
         """The last token is always computed: the first output token is sampled from it."""
         num_cached = self.cached_blocks.get(worker.worker_id, 0) * worker.block_size
         return max(1, self.prompt_tokens - num_cached)
 
-    def _tokens_per_s(self, worker: WorkerInfo) -> float:
-        return worker.load.prefill_tokens_per_s or self.typical_tokens_per_s
-
     def _num_extra(self, worker: WorkerInfo) -> int:
         return self.extra_load.get(worker.worker_id, 0)
+
+
+def _cheapest(options: Sequence[T], cost: Callable[[T], float], order: Callable[[T], Any]) -> T:
+    """The first in `order`, which is worked out for equals only, of those that cost least."""
+    costs = [cost(option) for option in options]
+    least = min(costs)
+    equals = [option for option, its_cost in zip(options, costs, strict=True) if its_cost == least]
+    return min(equals, key=order) if len(equals) > 1 else equals[0]
 
 
 def _lot(worker: WorkerInfo, tie_breaker: str) -> tuple[bytes, str]:
