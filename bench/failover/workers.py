@@ -17,7 +17,7 @@ import psutil
 from shared.base.errors import ConfigError
 from shared.base.worker_info import BootId, Role, WorkerId, WorkerInfo
 from shared.index.keys import Keys
-from shared.index.registry import FleetWatcher
+from shared.index.watcher import FleetWatcher
 from shared.options.peers import DEFAULT_NAMESPACE, PeerConfig
 from shared.rpc import control_pb2, control_pb2_grpc
 from shared.wire.channels import Channels

@@ -4,9 +4,9 @@
 
     Valkey ─ heartbeats of fake workers, in another process ─> FleetWatcher ─> Fleet ─> placements, one at a time
 
-Four figures: the share of a core that hearing the heartbeats takes, the CPU time of a choice among what is known, the time of a lookup
-of the prefix in Valkey that precedes it, and the process' peak memory. A prompt is *found* if the lookup names the one worker that
-holds it.
+Four figures: the share of a core that hearing the heartbeats takes, the CPU time of a choice among what is known, the time of the
+lookup of the prefix in Valkey that precedes it, and the process' peak memory. A prompt is *found* if the lookup names the one
+worker that holds it.
 """
 
 from __future__ import annotations

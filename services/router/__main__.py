@@ -19,7 +19,7 @@ from services.router.text.tokenizer import ChatTokenizer
 from services.router.torch_free import forbid_torch
 from shared.index.keys import Keys
 from shared.index.prefix_index import PrefixLookup
-from shared.index.registry import FleetWatcher
+from shared.index.watcher import FleetWatcher
 from shared.options.config import parse_config
 from shared.process.listener import listen
 from shared.process.readiness import notify_progress, notify_ready

@@ -91,6 +91,19 @@ class Request:
                 f"prompt has {self.num_prompt_tokens} of {len(self.token_ids)} tokens; it must have at least 1", param="prompt"
             )
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises InvalidRequest, naming field and id, for token ids that the model does not have: they would read past its
+        embedding, or never be sampled."""
+        sampling = self.sampling
+        for name, ids in (
+            ("prompt", self.token_ids),
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("logit_bias", sampling.logit_bias),
+        ):
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+                raise InvalidRequest(f"{name} has token id {wrong}; the model's are between 0 and {vocab_size - 1}", param=name)
+
     @property
     def num_emitted(self) -> int:
         """Output tokens that are already part of `token_ids`."""

@@ -94,14 +94,3 @@ class WorkerInfo:
     load: Load = field(default_factory=Load)
     source: str = ""  # what --model said, a folder or a hub id: where a router finds the tokenizer
     revision: str = ""  # hub revision of `source`
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self) | {"role": self.role.value}, separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> WorkerInfo:
-        """Raises ValueError, KeyError or TypeError on a malformed entry. Unknown fields of newer versions are ignored."""
-        raw = json.loads(text)
-        known = {k: raw[k] for k in cls.__dataclass_fields__ if k in raw}
-        load = {k: v for k, v in raw.get("load", {}).items() if k in Load.__dataclass_fields__}
-        return cls(**(known | {"role": Role(raw["role"]), "transports": tuple(raw["transports"]), "load": Load(**load)}))

@@ -24,7 +24,10 @@ from typing import Protocol
 from redis.asyncio import Redis
 
 from shared.base.block_hash import HASH_BYTES
+from shared.base.worker_info import BootId, WorkerId
+from shared.index.keys import Keys
 from shared.index.metrics import EVENTS, SNAPSHOTS
+from shared.index.recent_holders import MANY_WORKERS, NOTE_HOLDER, boot_tag
 
 # Hashes in one script call: about 2 ms of Redis on a slow core, so that others' lookups get in between.
 MAX_HASHES_PER_CALL = 2048
@@ -42,10 +45,11 @@ local function each_hash(command, key, blob)
 end
 """
 
-# KEYS: set. ARGV: marker before, marker after, TTL in ms, stored, removed.
+# KEYS: set, holders. ARGV: marker before, marker after, TTL in ms, stored, removed, boot tag or nothing.
 # The marker is added first: without memory for it, the script ends here, and nothing has changed.
 _BATCH = (
     _EACH_HASH
+    + NOTE_HOLDER
     + """
 if redis.call('SISMEMBER', KEYS[1], ARGV[1]) == 0 then return 0 end
 redis.call('SADD', KEYS[1], ARGV[2])
@@ -53,16 +57,19 @@ redis.call('SREM', KEYS[1], ARGV[1])
 each_hash('SREM', KEYS[1], ARGV[5])
 each_hash('SADD', KEYS[1], ARGV[4])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
+if ARGV[6] ~= '' then note_holder(KEYS[2], ARGV[4], ARGV[6], ARGV[3]) end
 return 1
 """
 )
 
-# KEYS: staging set. ARGV: TTL in ms, stored.
+# KEYS: staging set, holders. ARGV: TTL in ms, stored, boot tag or nothing.
 _STAGE = (
     _EACH_HASH
+    + NOTE_HOLDER
     + """
 each_hash('SADD', KEYS[1], ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[1])
+if ARGV[3] ~= '' then note_holder(KEYS[2], ARGV[2], ARGV[3], ARGV[1]) end
 """
 )
 
@@ -88,14 +95,17 @@ class BlockSource(Protocol):
 class BlockPublisher:
     """Sends what changed, or all of it when in doubt. Not for concurrent use: one task calls it."""
 
-    def __init__(self, redis: Redis, key: str, blocks: BlockSource, ttl_ms: int) -> None:
-        self.key = key
+    def __init__(self, redis: Redis, keys: Keys, worker_id: WorkerId, boot_id: BootId, blocks: BlockSource, ttl_ms: int) -> None:
+        self.key = keys.blocks(worker_id, boot_id)
+        self._holders_key = keys.holders
+        self._boot_tag = boot_tag(boot_id)
         self._redis = redis
         self._blocks = blocks
         self._ttl_ms = ttl_ms
         self._held: set[bytes] = set()  # as of the last drain: a snapshot of the live cache would overlap with the next events
         self._version = 0
         self._in_doubt = True  # Redis may hold anything, or nothing
+        self._is_in_many = False  # workers: the table of recent holders is written
 
     @property
     def marker(self) -> bytes:
@@ -104,6 +114,13 @@ class BlockPublisher:
 
     def doubt(self) -> None:
         self._in_doubt = True
+
+    def see_fleet(self, num_workers: int) -> None:
+        """Whoever becomes one of many sends everything once more, because nothing of it is in the table of recent holders."""
+        is_in_many = num_workers > MANY_WORKERS
+        if is_in_many and not self._is_in_many:
+            self.doubt()
+        self._is_in_many = is_in_many
 
     async def flush(self) -> None:
         """Brings the set up to date. Raises what the Redis client raises, and then is in doubt."""
@@ -116,12 +133,17 @@ class BlockPublisher:
         is_done = not was_in_doubt and await self._apply(stored, removed)
         self._in_doubt = not (is_done or await self._replace())
 
+    @property
+    def _tag(self) -> bytes:
+        return self._boot_tag if self._is_in_many else b""
+
     async def _apply(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> bool:
         """False if the set is not what this worker made of it."""
         for some_stored, some_removed in chain(((part, b"") for part in _parts(stored)), ((b"", part) for part in _parts(removed))):
             before = self.marker
             self._version += 1
-            if not await self._redis.eval(_BATCH, 1, self.key, before, self.marker, self._ttl_ms, some_stored, some_removed):
+            values = (before, self.marker, self._ttl_ms, some_stored, some_removed, self._tag)
+            if not await self._redis.eval(_BATCH, 2, self.key, self._holders_key, *values):
                 return False
         EVENTS.labels("stored").inc(len(stored))
         EVENTS.labels("removed").inc(len(removed))
@@ -134,7 +156,7 @@ class BlockPublisher:
         hashes = list(self._held)
         staging = f"{self.key}:{self._version}"
         for part in _parts(hashes):
-            await self._redis.eval(_STAGE, 1, staging, self._ttl_ms, part)
+            await self._redis.eval(_STAGE, 2, staging, self._holders_key, self._ttl_ms, part, self._tag)
         return bool(await self._redis.eval(_COMMIT, 2, staging, self.key, self.marker, self._ttl_ms, len(hashes)))
 
 

@@ -16,6 +16,8 @@ from shared.base.errors import ConfigError
 
 OPERATION_TIMEOUT_S = 1.0
 MAX_CONNECTIONS = 16
+TTL_S = 5.0  # of all that a worker writes, unless its next heartbeat renews it
+FIRST_RETRY_S = 0.1
 REDIS_ERRORS = (RedisError, OSError, TimeoutError)  # all that a Redis operation may fail with; ConnectionError is an OSError
 
 

@@ -6,6 +6,7 @@ namespace, the channels' too: Redis' database numbers separate keys only.
     twostroke:<namespace>:worker:<worker id>             string   the entry: WorkerInfo as JSON
     twostroke:<namespace>:roster                         zset     worker ids by the time, in ms, at which their entries expire
     twostroke:<namespace>:blocks:<worker id>:<boot id>   set      hashes of the blocks in that worker's cache, and a version marker
+    twostroke:<namespace>:holders                        string   of each block, who stored it last; in large fleets only
     twostroke:<namespace>:heartbeats                     channel  WorkerInfo as JSON, at every heartbeat
     twostroke:<namespace>:goodbyes                       channel  Goodbye as JSON, when a worker stops
 """
@@ -27,6 +28,10 @@ class Keys:
     @property
     def roster(self) -> str:
         return self._named("roster")
+
+    @property
+    def holders(self) -> str:
+        return self._named("holders")
 
     @property
     def heartbeats(self) -> str:

@@ -14,16 +14,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from shared.base.block_hash import HASH_BYTES
 from shared.base.worker_info import WorkerId, WorkerInfo
 from shared.index.connection import REDIS_ERRORS, connect, describe
+from shared.index.entries import InvalidEntry, Refusals, read_boot_tags, read_counts
 from shared.index.keys import Keys
 from shared.index.metrics import ERRORS, LOOKUP_SECONDS
+from shared.index.recent_holders import FIND_HOLDERS, MAX_HOLDERS, probes
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CHUNK_BLOCKS = 64
 MAX_CHECKS = 32_768  # membership tests in one lookup; about 20 ms of Redis on a slow core
@@ -41,7 +44,7 @@ while first < total and #matching > 0 and checks_left >= #matching * chunk do
   checks_left = checks_left - #matching * chunk
   local still_matching = {{}}
   for _, w in ipairs(matching) do
-    local found, leading = redis.call('SMISMEMBER', KEYS[w], unpack(part)), 0
+    local found, leading = redis.pcall('SMISMEMBER', KEYS[w], unpack(part)), 0  -- an error has no first item: nothing held
     while found[leading + 1] == 1 do leading = leading + 1 end
     held[w] = held[w] + leading
     if leading == #part then still_matching[#still_matching + 1] = w end
@@ -59,11 +62,12 @@ class PrefixLookup:
     def __init__(self, redis_url: str, keys: Keys, *, deadline_s: float = 0.05, retry_s: float = 0.25) -> None:
         self._redis = connect(redis_url)
         self._keys = keys
+        self._refusals = Refusals()
         self._deadline_s = deadline_s
         self._retry_s = retry_s
         self._is_failing = False
         self._retry_at = 0.0
-        self._tasks: set[asyncio.Task[list[int]]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
 
     async def longest_prefix(self, workers: Sequence[WorkerInfo], hashes: Sequence[bytes]) -> dict[WorkerId, int]:
         """By worker id, how many of the leading blocks each worker holds; {} if Redis does not answer in time.
@@ -71,30 +75,49 @@ class PrefixLookup:
         hashes: of the prompt's full blocks, in order (`shared.base.block_hash.block_hashes`). Where workers hold so much that the
         work would pass `MAX_CHECKS`, all that match so far get the same count, which is then a lower bound.
         """
-        if not workers or not hashes or not self._may_try():
+        if not workers or not hashes:
             return {}
+        asked = hashes[:MAX_CHECKS]
         keys = [self._keys.blocks(w.worker_id, w.boot_id) for w in workers]
-        blob = b"".join(hashes[:MAX_CHECKS])
-        try:
-            with LOOKUP_SECONDS.time():
-                counts = await self._within_deadline(self._ask(keys, blob))
-        except REDIS_ERRORS as error:
-            self._failed(error)
-            return {}
-        self._is_failing = False
-        return {worker.worker_id: count for worker, count in zip(workers, counts, strict=True)}
+        answer = await self._answer(_LONGEST_PREFIX, keys, b"".join(asked), CHUNK_BLOCKS, MAX_CHECKS)
+        counts = self._checked(answer, lambda answer: read_counts(answer, len(workers), most=len(asked)))
+        return {worker.worker_id: count for worker, count in zip(workers, counts, strict=True)} if counts else {}
+
+    async def recent_holders(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """Tags (`boot_tag`) of up to `MAX_HOLDERS` boots that stored late blocks of the prompt, the latest block's first. Ask their
+        sets whether they hold them still."""
+        if not hashes:
+            return []
+        answer = await self._answer(FIND_HOLDERS, [self._keys.holders], b"".join(probes(hashes)))
+        return self._checked(answer, lambda answer: read_boot_tags(answer, most=MAX_HOLDERS)) or []
 
     async def close(self) -> None:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._redis.aclose()
 
-    async def _ask(self, keys: Sequence[str], blob: bytes) -> list[int]:
-        counts: list[int] = await self._redis.execute_command(
-            "EVAL", _LONGEST_PREFIX, len(keys), *keys, blob, CHUNK_BLOCKS, MAX_CHECKS
-        )
-        return counts
+    async def _answer(self, script: str, keys: Sequence[str], *values: bytes | int) -> object:
+        """What the script returns; None if Redis does not answer in time."""
+        if not self._may_try():
+            return None
+        try:
+            with LOOKUP_SECONDS.time():
+                answer = await self._within_deadline(self._redis.execute_command("EVAL", script, len(keys), *keys, *values))
+        except REDIS_ERRORS as error:
+            self._failed(error)
+            return None
+        self._is_failing = False
+        return answer
 
-    async def _within_deadline(self, question: Coroutine[Any, Any, list[int]]) -> list[int]:
+    def _checked(self, answer: object, read: Callable[[object], list[T]]) -> list[T] | None:
+        if answer is None:
+            return None
+        try:
+            return read(answer)
+        except InvalidEntry as refused:
+            self._refusals.add("lookup", refused)
+            return None
+
+    async def _within_deadline(self, question: Coroutine[Any, Any, object]) -> object:
         """Leaves a late question to end by itself, which it does when its socket times out. Waiting for its cancellation, as
         `asyncio.timeout` does, can take as long: where asyncio.wait_for swallows a cancellation (Python < 3.12), it goes on."""
         task = asyncio.create_task(question)
@@ -108,7 +131,7 @@ class PrefixLookup:
         finally:
             task.cancel()
 
-    def _ended(self, task: asyncio.Task[list[int]]) -> None:
+    def _ended(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # seen: a late failure has already been counted

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 from shared.base.address import Address
-from shared.base.errors import InvalidRequest
 from shared.base.request import Request
 from shared.base.worker_info import BootId, Role, WorkerId, WorkerInfo
 from shared.engine.compute.runner import ModelRunner
@@ -30,7 +29,7 @@ from shared.engine.schedule.blocks import BlockManager
 from shared.engine.schedule.scheduler import Scheduler
 from shared.engine.threads import compute_on_one_core, in_own_thread
 from shared.index.keys import Keys
-from shared.index.registry import Registration
+from shared.index.registration import Registration
 from shared.options.worker import WorkerConfig
 from shared.process.malloc import keep_large_buffers
 from shared.process.own_address import own_address
@@ -99,11 +98,8 @@ class Worker:
         self.is_draining = True
 
     def check_tokens(self, request: Request) -> None:
-        """Raises InvalidRequest for ids outside the vocabulary: they would read past the embedding."""
-        limit = self.vocab_size
-        bad = next((t for t in request.token_ids if t >= limit), None)
-        if bad is not None:
-            raise InvalidRequest(f"token id {bad} is outside the vocabulary of {limit}", param="prompt")
+        """Raises InvalidRequest for ids outside the vocabulary. Every request that comes by the wire passes here first."""
+        request.check_vocabulary(self.vocab_size)
 
     def info(self, transports: tuple[str, ...] = ()) -> WorkerInfo:
         return WorkerInfo(

@@ -18,7 +18,7 @@ import pytest_asyncio
 import redis
 from transformers import AutoTokenizer
 
-from shared.base.worker_info import WorkerInfo
+from shared.index.entries import read_worker
 from shared.index.keys import Keys
 from shared.models.fetch import fetch_default_model
 from shared.options.peers import PeerConfig
@@ -96,7 +96,7 @@ async def assert_baseline(running: Stack) -> None:
     environ = environ_of(running)
     with redis.Redis.from_url(environ["TWOSTROKE_REDIS_URL"]) as connection:
         names = [name.decode() for name in connection.zrange(Keys().roster, 0, -1)]
-        infos = [WorkerInfo.from_json(connection.get(Keys().entry(name))) for name in names]
+        infos = [read_worker(connection.get(Keys().entry(name))) for name in names]
     assert len(infos) == 2
     channels = Channels(PeerConfig(cluster_secret=environ["TWOSTROKE_CLUSTER_SECRET"]))
     for info in infos:
@@ -114,7 +114,7 @@ def environ_of(running: Stack) -> dict[str, str]:
 async def test_workers_of_a_stack_take_no_calls_without_its_secret(running: Stack) -> None:
     environ = environ_of(running)
     with redis.Redis.from_url(environ["TWOSTROKE_REDIS_URL"]) as connection:
-        info = WorkerInfo.from_json(connection.get(Keys().entry("decode-0")))
+        info = read_worker(connection.get(Keys().entry("decode-0")))
     async with grpc.aio.insecure_channel(info.address) as channel:
         with pytest.raises(grpc.RpcError) as refused:
             await control_pb2_grpc.WorkerStub(channel).GetStatus(control_pb2.GetStatusRequest())

@@ -19,14 +19,16 @@ from redis.asyncio import Redis
 from services.local.valkey import ValkeyAddress, ValkeyServer
 from shared.base.errors import ConfigError
 from shared.base.worker_info import Load, Role, WorkerInfo
-from shared.index import prefix_index
+from shared.index import fleet_view, prefix_index
 from shared.index.block_publisher import BlockPublisher
 from shared.index.connection import REDIS_ERRORS, connect
+from shared.index.entries import write_worker
 from shared.index.fleet_view import FleetView
 from shared.index.keys import Keys
 from shared.index.metrics import ERRORS, SNAPSHOTS
 from shared.index.prefix_index import PrefixLookup
-from shared.index.registry import FleetWatcher, Registration
+from shared.index.registration import Registration
+from shared.index.watcher import FleetWatcher
 from tests.support.eventually import eventually
 from tests.support.valkey import TestValkey, valkey
 
@@ -37,11 +39,16 @@ FLUSH_S = 0.02
 TTL_S = 1.0
 SEED = 20_240_601
 KEYS = Keys()
+BLOCKS = KEYS.blocks("w0", "boot-1")  # of a_worker()
 
 
 def a_worker(worker_id: str = "w0", boot_id: str = "boot-1", **changes: object) -> WorkerInfo:
     info = WorkerInfo(worker_id, boot_id, Role.DECODE, f"{worker_id}:1", "m", "digest", 16, 1000, 4096, 8)
     return replace(info, **changes)  # type: ignore[arg-type]
+
+
+def publisher_of(redis: Redis, info: WorkerInfo, cache: FakeCache) -> BlockPublisher:
+    return BlockPublisher(redis, KEYS, info.worker_id, info.boot_id, cache, ttl_ms=60_000)
 
 
 class FakeCache:
@@ -93,8 +100,10 @@ async def registered(
 
 
 @asynccontextmanager
-async def watching(valkey: TestValkey, on_change: Callable[[str], None] = lambda _: None) -> AsyncIterator[FleetWatcher]:
-    watcher = FleetWatcher(valkey.url, KEYS, on_change, ttl_s=TTL_S)
+async def watching(
+    valkey: TestValkey, on_change: Callable[[str], None] = lambda _: None, ttl_s: float = TTL_S
+) -> AsyncIterator[FleetWatcher]:
+    watcher = FleetWatcher(valkey.url, KEYS, on_change, ttl_s=ttl_s)
     await watcher.start()
     try:
         yield watcher
@@ -228,8 +237,8 @@ async def _finds(lookup: PrefixLookup, info: WorkerInfo, hashes: list[bytes], ex
 async def test_entries_of_another_version_are_ignored_with_one_line(
     valkey: TestValkey, cache: FakeCache, redis: Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "shared.index.registry")
-    odd = json.loads(a_worker("odd").to_json()) | {"role": "encode"}
+    caplog.set_level(logging.WARNING, "shared.index.entries")
+    odd = json.loads(write_worker(a_worker("odd"))) | {"role": "encode"}
     await redis.set(KEYS.entry("odd"), json.dumps(odd))
     await redis.zadd(KEYS.roster, {"odd": time.time() * 1000 + 60_000})
     async with watching(valkey) as watcher, registered(valkey, a_worker(), cache):
@@ -237,7 +246,7 @@ async def test_entries_of_another_version_are_ignored_with_one_line(
         for _ in range(3):
             await redis.publish(KEYS.heartbeats, json.dumps(odd))
         await redis.publish(KEYS.goodbyes, "[]")
-        newer = json.loads(a_worker("newer").to_json()) | {"field_of_tomorrow": 1}
+        newer = json.loads(write_worker(a_worker("newer"))) | {"field_of_tomorrow": 1}
         await redis.publish(KEYS.heartbeats, json.dumps(newer))
         await eventually(lambda: set(watcher.workers) == {"w0", "newer"})
     assert sum("encode" in record.getMessage() for record in caplog.records) == 1
@@ -316,7 +325,7 @@ def test_malformed_url_is_named_without_its_password() -> None:
 
 
 def test_view_drops_the_silent_only_while_redis_speaks() -> None:
-    view = FleetView(ttl_s=5.0, max_silence_s=2.0)
+    view = FleetView(ttl_s=5.0, max_silence_s=2.0, stale_after_s=1.6)
     view.update(a_worker("a"), now=0.0)
     view.update(a_worker("b"), now=0.0)
     assert view.heard(0.0) == []
@@ -329,8 +338,46 @@ def test_view_drops_the_silent_only_while_redis_speaks() -> None:
     assert view.workers == {}
 
 
+def test_worker_without_heartbeats_is_stale_long_before_it_is_dropped_and_fresh_again_with_the_next():
+    view = FleetView(ttl_s=5.0, max_silence_s=1.3, stale_after_s=1.6)
+    view.update(a_worker("stuck"), now=0.0)
+    view.update(a_worker("lively"), now=0.0)
+    view.heard(0.0)
+    for now in (0.5, 1.0, 1.5):
+        view.update(a_worker("lively"), now)
+        view.heard(now)
+        assert not view.is_stale("stuck")
+    view.update(a_worker("lively"), 1.6)
+    view.heard(1.6)
+    assert (view.is_stale("stuck"), view.is_stale("lively"), view.num_stale) == (True, False, 1)
+    assert "stuck" in view.workers
+    view.update(a_worker("stuck"), 1.7)
+    view.heard(1.7)
+    assert (view.is_stale("stuck"), view.num_stale) == (False, 0)
+    assert not view.is_stale("never seen")
+
+
+def test_nobody_is_stale_because_redis_or_the_router_was_silent():
+    view = FleetView(ttl_s=5.0, max_silence_s=1.3, stale_after_s=1.6)
+    view.update(a_worker(), now=0.0)
+    view.heard(0.0)
+    assert not view.is_stale("w0")
+    view.heard(60.0)  # the first word after a minute
+    assert not view.is_stale("w0")
+    view.heard(61.0)
+    view.heard(61.6)
+    assert view.is_stale("w0")
+
+
+def test_view_has_a_bound_and_known_workers_are_still_heard(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fleet_view, "MAX_WORKERS", 2)
+    view = FleetView(ttl_s=5.0, max_silence_s=2.0, stale_after_s=1.6)
+    assert [view.update(a_worker(name), now=0.0) for name in ("a", "b", "c", "a")] == [True, True, False, True]
+    assert set(view.workers) == {"a", "b"}
+
+
 def test_goodbye_of_another_boot_is_ignored() -> None:
-    view = FleetView(ttl_s=5.0, max_silence_s=2.0)
+    view = FleetView(ttl_s=5.0, max_silence_s=2.0, stale_after_s=1.6)
     view.update(a_worker(boot_id="new"), now=0.0)
     assert not view.say_goodbye("w0", "old")
     assert not view.say_goodbye("never seen", "old")
@@ -349,7 +396,7 @@ async def test_lookup_counts_leading_blocks_for_thousands_of_blocks_and_many_wor
     for worker, length in zip(workers, lengths, strict=True):
         cache = FakeCache(rng)
         cache.store(hashes[:length] + hashes[length + 1 :] + cache.new_hashes(500))  # a hole, then more that does not count
-        await BlockPublisher(redis, KEYS.blocks(worker.worker_id, worker.boot_id), cache, ttl_ms=60_000).flush()
+        await publisher_of(redis, worker, cache).flush()
         assert await indexed(redis, worker) == cache.held
     found = await lookup.longest_prefix(workers, hashes)
     assert found == {w.worker_id: n for w, n in zip(workers, lengths, strict=True)}
@@ -374,7 +421,7 @@ async def test_lookup_work_is_bounded_and_those_cut_short_stay_equal(
     for worker in workers:
         cache = FakeCache(rng)
         cache.store(hashes)
-        await BlockPublisher(redis, KEYS.blocks(worker.worker_id, worker.boot_id), cache, ttl_ms=60_000).flush()
+        await publisher_of(redis, worker, cache).flush()
     lookup = PrefixLookup(valkey.url, KEYS, deadline_s=5.0)
     assert await lookup.longest_prefix(workers, hashes) == {"w0": 448, "w1": 448}
     assert await lookup.longest_prefix(workers[:1], hashes) == {"w0": 900}
@@ -387,7 +434,7 @@ async def test_lookup_gives_up_within_its_deadline_when_redis_is_slow_and_heals(
     hashes = cache.new_hashes(100)
     cache.store(hashes)
     info = a_worker()
-    await BlockPublisher(redis, KEYS.blocks(info.worker_id, info.boot_id), cache, ttl_ms=60_000).flush()
+    await publisher_of(redis, info, cache).flush()
     lookup = PrefixLookup(valkey.url, KEYS, deadline_s=0.5, retry_s=0.5)
     assert await lookup.longest_prefix([info], hashes) == {"w0": 100}
     errors_before = ERRORS.labels("lookup")._value.get()
@@ -412,17 +459,17 @@ async def test_lookup_gives_up_within_its_deadline_when_redis_is_slow_and_heals(
 
 async def test_batches_follow_the_cache_without_snapshots(valkey: TestValkey, redis: Redis, cache: FakeCache) -> None:
     cache.store(cache.new_hashes(5000))
-    publisher = BlockPublisher(redis, "blocks", cache, ttl_ms=60_000)
+    publisher = publisher_of(redis, a_worker(), cache)
     await publisher.flush()
     snapshots_before = SNAPSHOTS._value.get()
     for _ in range(5):
         cache.store(cache.new_hashes(3000))
         cache.remove(cache.rng.sample(sorted(cache.held), 2500))
         await publisher.flush()
-        assert {m for m in await redis.smembers("blocks") if len(m) == 16} == cache.held
+        assert {m for m in await redis.smembers(BLOCKS) if len(m) == 16} == cache.held
     cache.remove(list(cache.held))
     await publisher.flush()
-    assert await redis.smembers("blocks") == {publisher.marker}
+    assert await redis.smembers(BLOCKS) == {publisher.marker}
     assert SNAPSHOTS._value.get() == snapshots_before
 
 
@@ -430,7 +477,7 @@ async def test_late_commands_of_a_lost_connection_cannot_make_a_wrong_set_look_r
     valkey: TestValkey, redis: Redis, cache: FakeCache
 ) -> None:
     cache.store(cache.new_hashes(3))
-    publisher = BlockPublisher(redis, "blocks", cache, ttl_ms=60_000)
+    publisher = publisher_of(redis, a_worker(), cache)
     await publisher.flush()
     valkey.freeze()
     cache.store(cache.new_hashes(3))
@@ -439,8 +486,8 @@ async def test_late_commands_of_a_lost_connection_cannot_make_a_wrong_set_look_r
     cache.remove(list(cache.held)[:2])
     valkey.thaw()
     await publisher.flush()
-    assert {m for m in await redis.smembers("blocks") if len(m) == 16} == cache.held
-    assert await redis.sismember("blocks", publisher.marker)
+    assert {m for m in await redis.smembers(BLOCKS) if len(m) == 16} == cache.held
+    assert await redis.sismember(BLOCKS, publisher.marker)
 
 
 async def test_index_converges_under_random_events_and_faults(valkey: TestValkey, redis: Redis, cache: FakeCache) -> None:

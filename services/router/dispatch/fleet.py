@@ -19,7 +19,7 @@ from shared.base.errors import TwostrokeError, Unavailable
 from shared.base.request import Request
 from shared.base.worker_info import BootId, Role, WorkerId, WorkerInfo
 from shared.index.prefix_index import PrefixLookup
-from shared.index.registry import FleetWatcher
+from shared.index.watcher import FleetWatcher
 from shared.wire.channels import Channels
 
 _FADING_PER_HEARTBEAT = 0.98
