@@ -26,6 +26,7 @@ from shared.transfer.handoff.setup import make_acceptors, make_links
 from shared.transfer.transports.grpc import GrpcConnector
 from shared.transfer.transports.heads import PoolGroup
 from shared.transfer.transports.interface import LinkLost, Peer, Route
+from shared.transfer.transports.mapped.link import MappedWriter
 from shared.transfer.transports.mapped.receiver import MappedAcceptor
 from shared.transfer.transports.mapped.socket import GOODBYE, ProcessEnd, pack_writer_id, receive_greeting
 from tests.support.eventually import eventually
@@ -43,10 +44,10 @@ def devices() -> tuple[FakeDevice, FakeDevice, PoolGroup]:
 
 
 @asynccontextmanager
-async def opened(lease_s: float = 5.0) -> AsyncIterator[tuple[Pair, Sender, FakeDevice, KvPool]]:
+async def opened() -> AsyncIterator[tuple[Pair, Sender, FakeDevice, KvPool]]:
     """A transfer whose blocks are granted: the pair, its sender and the sender's device, and the receiver's pool."""
     ours, theirs, pools = devices()
-    async with pair("cuda-ipc", pools=pools, devices=(ours, theirs), lease_s=lease_s) as both:
+    async with pair("cuda-ipc", pools=pools, devices=(ours, theirs)) as both:
         both.expect(100)
         sender = both.sender()
         await sender.open(7)
@@ -67,11 +68,15 @@ class TestCopiesUnderWay:
             await both.is_baseline()
 
     async def test_blocks_of_an_ended_attempt_go_back_only_when_its_copies_have_ended(self) -> None:
-        async with opened(lease_s=0.1) as (both, sender, ours, pool):
-            blocks = both.reserved_blocks()
+        async with opened() as (both, sender, ours, pool):
+            blocks, writer = both.reserved_blocks(), sender._writer
+            assert isinstance(writer, MappedWriter)
             ours.may_finish.clear()
             push = asyncio.create_task(sender.push(0, list(range(1, 8))))
-            await eventually(lambda: metrics.quarantined_blocks._value.get() == 7)
+            await eventually(lambda: bool(ours._begun))
+            both.expire()
+            await eventually(lambda: writer.is_closed)  # the order to stop has arrived; its answer waits for the copies
+            assert metrics.quarantined_blocks._value.get() == 7
             assert both.num_reserved() == 1
             assert not pool.kv[blocks].any()
             ours.may_finish.set()

@@ -245,11 +245,13 @@ class TestPair:
             await sender.abort("test")
 
     async def test_expired_attempt_is_refused_and_the_next_one_succeeds(self, transport: str) -> None:
-        async with pair(transport, lease_s=0.1) as both:
+        async with pair(transport) as both:
             both.expect(100)
             late = both.sender(0)
             await late.open(7)
             await late.push(0, [1, 2])
+            await eventually(lambda: both.num_missing() == 5)
+            both.expire()
             await both.is_baseline()
             with pytest.raises(TwostrokeError):  # not always StaleTransfer: gRPC may lose the reason when a write fails
                 await finish(late, 2, [3])
@@ -275,6 +277,19 @@ class TestPair:
         assert torch.equal(both.worker.runner.pool.blocks[blocks], both.pool.blocks[30:37])
         both.receiver.forget(b"t" * 16)
         await both.is_baseline()
+
+    async def test_a_dead_link_is_replaced_at_the_next_open(self, transport: str) -> None:
+        async with pair(transport) as both:
+            both.expect(100)
+            sender = both.sender(0)
+            await sender.open(7)
+            assert sender._link is not None
+            sender._link.discard()
+            await sender.abort("test")
+            await both.is_baseline()
+            await self.complete(both, attempt=1)
+            num_dead = 0 if transport == "grpc" else 1  # whose link is the channel, which heals by itself
+            assert num_links_made() == both.num_links_before + 1 + num_dead
 
     async def test_receiver_that_is_gone_is_a_definite_error(self, transport: str) -> None:
         async with pair(transport) as both:
@@ -342,7 +357,7 @@ class TestPair:
 
 class TestFence:
     async def test_blocks_go_back_only_after_the_writer_is_closed(self) -> None:
-        async with pair("shm", lease_s=0.05) as both:
+        async with pair("shm") as both:
             both.expect(100)
             sender = both.sender()
             await sender.open(7)
@@ -356,6 +371,7 @@ class TestFence:
                 give_back(expected)  # type: ignore[arg-type]
 
             both.receiver._give_back = spy  # type: ignore[method-assign]
+            both.expire()
             await both.is_baseline()
             assert closed_when_given_back == [True]
             with pytest.raises(StaleTransfer):
@@ -390,7 +406,7 @@ class TestFence:
             await both.is_baseline()
 
     async def test_stopped_sender_keeps_its_blocks_and_nobody_elses_until_it_answers_or_dies(self) -> None:
-        async with pair("shm", lease_s=0.2) as both, sender_process(both, "shm") as process:
+        async with pair("shm") as both, sender_process(both, "shm") as process:
             for end in (signal.SIGCONT, signal.SIGKILL):
                 transfer_id = bytes([end]) * 16
                 both.expect(100, transfer_id)
@@ -400,6 +416,7 @@ class TestFence:
                 assert bool((both.worker.runner.pool.kv[blocks[:4]] == 1.0).all())
                 assert await ask(process, "storm") == "storming"
                 os.kill(process.pid, signal.SIGSTOP)
+                both.expire(transfer_id)
                 await eventually(lambda: metrics.quarantined_blocks._value.get() == 7)
                 both.receiver.forget(transfer_id)
                 assert both.num_reserved() == 1
@@ -491,17 +508,67 @@ async def test_faulty_chunk_ends_the_attempt_and_the_next_one_succeeds(fault: Fa
 
 async def test_delayed_sender_finds_its_attempt_expired() -> None:
     wire = FakeWire()
-    async with pair("grpc", wire, lease_s=0.05) as both:
+    async with pair("grpc", wire) as both:
         both.expect(100)
         sender = both.sender()
         await sender.open(7)
         wire.may_write.clear()
         push = asyncio.create_task(sender.push(0, [1, 2]))
+        await eventually(lambda: sender._shipping is not None)
+        both.expire()
         await both.is_baseline()
         wire.may_write.set()
         with pytest.raises(StaleTransfer):
             await push
         await sender.abort("test")
+
+
+async def test_an_abort_waits_for_the_chunk_under_way_and_bars_the_writer_after_it() -> None:
+    wire = FakeWire()
+    async with pair("grpc", wire) as both:
+        both.expect(100)
+        sender = both.sender()
+        await sender.open(7)
+        wire.may_write.clear()
+        push = asyncio.create_task(sender.push(0, [1, 2]))
+        await eventually(lambda: sender._shipping is not None)
+        push.cancel()
+        await asyncio.gather(push, return_exceptions=True)
+        aborting = asyncio.create_task(sender.abort("test"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not aborting.done()  # the sender's blocks are being read
+        assert both.num_reserved() == 1
+        wire.may_write.set()
+        await aborting
+        assert sender._shipping is not None
+        assert sender._shipping.done()
+        await both.is_baseline()
+
+
+async def test_a_client_that_leaves_during_a_blocked_send_frees_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.transfer.handoff.sender._ABORT_TIMEOUT_S", 0.05)
+    wire = FakeWire()
+    monkeypatch.setattr(
+        decode_main, "make_acceptors", lambda config, pools, boot_id, name: Acceptors([FakeAcceptor(wire, pools.shards[0].pool)])
+    )
+    monkeypatch.setattr(prefill_main, "make_links", lambda config, pool, host_name: Links([FakeConnector(wire)]))
+    async with cluster() as made:
+        prefill = await made.add(Role.PREFILL)
+        decode = await made.add(Role.DECODE)
+        wire.may_write.clear()  # and it stays so: nobody takes the blocks
+        generation = made.dispatcher.generate(request(prompt_of(200)), 20)
+        first = asyncio.ensure_future(anext(generation))
+        await eventually(lambda: prefill.worker.engine.num_reserved_and_held()[1] == 1)
+        assert decode.worker.engine.num_reserved_and_held()[0] == 1
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await generation.aclose()
+        await check_baseline(made)
+        wire.may_write.set()
+        asked = request(prompt_of(200))
+        assert (await made.run(asked))[0] == expected_tokens(asked.token_ids, 8)
+        await check_baseline(made)
 
 
 async def test_every_prefill_of_a_dying_link_ends_in_the_right_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

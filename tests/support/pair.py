@@ -83,6 +83,13 @@ class Pair:
         assert reservation is not None
         return list(reservation.sequence.block_table)
 
+    def expire(self, transfer_id: bytes = b"t" * 16) -> None:
+        """The lease ends now, however fast this machine is."""
+        expected = self.receiver._expected[transfer_id]
+        assert expected.reservation is not None
+        expected.reservation.lease.cancel()
+        self.receiver._expire(expected)
+
     def sender(self, attempt: int = 0, transfer_id: bytes = b"t" * 16, shards: list[HeadShard] | None = None) -> Sender:
         address = self.worker.info().address
         destination = control_pb2.Destination(

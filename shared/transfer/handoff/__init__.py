@@ -3,6 +3,7 @@
     prefill worker                                decode worker
     sender.py    one object per attempt  ─gRPC─>  service.py    messages to calls
     links.py     one link per receiver            receiver.py   reservations, leases, checks, commit
+                                                  manifest.py   what a commit may claim
                                                   acceptors.py  what is offered, best first
     setup.py     which transports this worker takes part in;  metrics.py  what both tell Prometheus
 
