@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> None:
     listener = listen(config.host, config.port)  # before anything slow: a port in use is known at once
     raise_file_limit()
     notify_progress("loading tokenizer")
-    tokenizer = ChatTokenizer.load(config.model, config.revision, config.chat_template)
+    tokenizer = ChatTokenizer.load(config.model, config.revision, config.chat_template, config.tokenizer, config.generation_config)
     asyncio.run(_serve(config, tokenizer, listener))
 
 

@@ -18,6 +18,14 @@ class RouterConfig(PeerConfig):
     revision: str = option("", "hub revision of --model")
     tokenizer: str = option("", "folder, .gguf file or hub id with the tokenizer; default: the model's own")
     chat_template: str = option("", "file with a Jinja chat template; default: the model's own")
+    generation_config: str = option(
+        "auto", "sampling defaults: auto, from the model's generation_config.json, or none", choices=("auto", "none")
+    )
+    special_tokens_in_messages: str = option(
+        "text",
+        "what special tokens inside messages are: text, or parse, as if the template had written them",
+        choices=("text", "parse"),
+    )
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "HTTP port; 0 picks a free one")
     redis_url: str = option("redis://127.0.0.1:6379/0", "Redis or Valkey with registry and prefix index", secret=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from services.router.text.choice import ChoiceText, Piece
-from services.router.text.stops import StopMatcher
-from services.router.text.tokenizer import ChatTokenizer, ModelFacts
+from services.router.text.loading import ModelFacts
+from services.router.text.stops import StopMatcher, StopStrings
+from services.router.text.tokenizer import ChatTokenizer
 from shared.base.request import FinishReason, Token
 from tests.support.tiny_tokenizer import EOS_ID, tiny_tokenizer
 
@@ -50,8 +52,10 @@ def sentencepiece_like() -> Tokenizer:
     return tokenizer
 
 
-def _pieces(tokenizer: ChatTokenizer, token_ids: list[int], skip_special_tokens: bool) -> list[str]:
-    detokenizer = tokenizer.new_detokenizer(skip_special_tokens=skip_special_tokens)
+def _pieces(
+    tokenizer: ChatTokenizer, token_ids: Sequence[int], skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()
+) -> list[str]:
+    detokenizer = tokenizer.new_detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
     return [*(detokenizer.step(token_id) for token_id in token_ids), detokenizer.flush()]
 
 
@@ -63,7 +67,7 @@ def test_pieces_of_random_ids_add_up_to_the_whole_decoded(
     rng = random.Random(seed)
     size = raw.get_vocab_size() + 5  # some ids stand for nothing
     # Odd seeds: only single bytes of the upper half, so that most sequences are invalid or unfinished characters.
-    high_bytes = [i for i in range(size) if (b := byte_level.token_bytes(i)) and len(b) == 1 and b[0] >= 0x80]
+    high_bytes = [i for i in range(size) if (b := byte_level.vocabulary.token_bytes(i)) and len(b) == 1 and b[0] >= 0x80]
     for _ in range(50):
         token_ids = rng.choices(high_bytes if seed % 2 else range(size), k=rng.randrange(1, 40))
         assert "".join(_pieces(byte_level, token_ids, skip_special_tokens)) == raw.decode(token_ids, skip_special_tokens)
@@ -101,6 +105,113 @@ def test_stray_byte_tokens_cost_one_replacement_character_each(sentencepiece_lik
     assert "".join(_pieces(_wrap(sentencepiece_like), ids, False)) == sentencepiece_like.decode(ids) == "a\ufffd\ufffdb\ufffd"
 
 
+# Other vocabularies, and outputs that follow a prompt
+
+
+def _gemma_like(sentencepiece_like: Tokenizer) -> Tokenizer:
+    """With byte fallback, and without a first space to strip."""
+    tokenizer = Tokenizer.from_str(sentencepiece_like.to_str())
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def _unigram(sentencepiece_like: Tokenizer) -> Tokenizer:
+    pieces = [*((piece, -2.0) for piece in ["<unk>", "▁", *"abcdefgh", "▁the", "ing", "\ufffd", "日"])]
+    tokenizer = Tokenizer(models.Unigram(pieces, 0, False))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return tokenizer
+
+
+def _wordpiece(sentencepiece_like: Tokenizer) -> Tokenizer:
+    names = ["[UNK]", "a", "the", "##ing", "##e", ".", "!", "do", "n", "'", "日", "not"]
+    tokenizer = Tokenizer(models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=True)
+    return tokenizer
+
+
+def _word_suffixes(sentencepiece_like: Tokenizer) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(["a", "b", "a</w>", "the</w>", "!</w>"])}, []))
+    tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
+    return tokenizer
+
+
+KINDS = [lambda llama: llama, _gemma_like, _unigram, _wordpiece, _word_suffixes]
+
+
+def _expected(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    """decode of the whole, where each run of byte tokens shows what a reader byte by byte can know."""
+    text, run, shown = "", b"", [i for i in token_ids if tokenizer.id_to_token(i) is not None]
+    before: list[int] = []
+    for token_id in [*shown, None]:
+        name = None if token_id is None else tokenizer.id_to_token(token_id)
+        if name is not None and name.startswith("<0x"):
+            run += bytes.fromhex(name[3:5])
+        elif run:
+            num_good = max(k for k in range(len(run) + 1) if _is_utf8(run[:k]))
+            text += run[:num_good].decode() + "\ufffd" * (len(run) - num_good)
+            run = b""
+        if token_id is not None and not (name or "").startswith("<0x"):
+            text += tokenizer.decode([*before, token_id])[len(tokenizer.decode(before)) :]
+        if token_id is not None:
+            before.append(token_id)
+    return text
+
+
+def _is_utf8(run: bytes) -> bool:
+    try:
+        return bool(run.decode() or True)
+    except UnicodeDecodeError:
+        return False
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+@pytest.mark.parametrize("seed", range(3))
+def test_an_output_is_the_whole_decoded_less_the_prompt(sentencepiece_like: Tokenizer, kind: int, seed: int) -> None:
+    rng = random.Random(f"{kind} {seed}")
+    raw = KINDS[kind](sentencepiece_like)
+    tokenizer = _wrap(raw)
+    texts = [i for i in range(raw.get_vocab_size()) if not raw.id_to_token(i).startswith("<0x")]
+    for _ in range(150):
+        ids = rng.choices(texts if rng.random() < 0.5 else range(raw.get_vocab_size() + 2), k=rng.randrange(1, 14))
+        num_prompt = rng.randrange(len(ids) + 1)
+        if num_prompt and (raw.id_to_token(ids[num_prompt - 1]) or "<0x").startswith("<0x"):
+            num_prompt = 0  # where a prompt ends inside a character is another test's
+        got = "".join(_pieces(tokenizer, ids[num_prompt:], False, ids[:num_prompt]))
+        assert _expected(raw, ids[:num_prompt]) + got == _expected(raw, ids), (ids, num_prompt)
+        if set(ids) <= set(texts):
+            assert _expected(raw, ids) == raw.decode(ids, False), ids
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_text_behind_stray_bytes_is_not_swallowed(sentencepiece_like: Tokenizer, kind: int) -> None:
+    raw = KINDS[kind](sentencepiece_like)
+    for num_stray in (1, 3, 8, 20):
+        ids = [raw.token_to_id(name) for name in ["a", *["<0x9F>"] * num_stray, "▁the", "a"]]
+        pieces = _pieces(_wrap(raw), ids, False)
+        assert "".join(pieces) == raw.decode(ids) == "a" + "\ufffd" * num_stray + " thea"
+        assert pieces[1 : 1 + num_stray] == ["\ufffd"] * num_stray, "a byte that begins no character is shown at once"
+
+
+@pytest.mark.parametrize("char", ["é", "語", "😀"])
+def test_a_character_that_the_prompt_begins_is_finished_by_the_output(
+    raw: Tokenizer, byte_level: ChatTokenizer, sentencepiece_like: Tokenizer, char: str
+) -> None:
+    fallback = [sentencepiece_like.token_to_id(f"<0x{byte:02X}>") for byte in char.encode()]
+    single_bytes = {byte_level.vocabulary.token_bytes(i): i for i in range(raw.get_vocab_size())}
+    bytes_ids = [single_bytes[bytes([byte])] for byte in char.encode()]
+    for tokenizer, ids in ((byte_level, bytes_ids), (_wrap(sentencepiece_like), fallback)):
+        for cut in range(len(ids)):
+            long_prompt = [*ids * 50, *ids[:cut]]  # only its end is read
+            assert "".join(_pieces(tokenizer, ids[cut:], False, long_prompt)) == char
+
+
+def test_the_first_space_is_kept_behind_a_prompt_and_dropped_at_the_beginning(sentencepiece_like: Tokenizer) -> None:
+    tokenizer = _wrap(sentencepiece_like)
+    the = sentencepiece_like.token_to_id("▁the")
+    assert "".join(_pieces(tokenizer, [the, the], False, [the])) == " the the"
+    assert "".join(_pieces(tokenizer, [the, the], False)) == "the the"
+
+
 # Stop strings
 
 
@@ -125,7 +236,7 @@ def test_stop_strings_are_found_wherever_the_text_is_cut(seed: int, include_stop
     for _ in range(400):
         stops = ["".join(rng.choices("ab", k=rng.randrange(1, 6))) + rng.choice(["", "c"]) for _ in range(rng.randrange(1, 4))]
         text = "".join(rng.choices("abc", weights=[5, 5, 1], k=rng.randrange(30)))
-        matcher, shown, was_found = StopMatcher(stops, include_stop), "", False
+        matcher, shown, was_found = StopMatcher(StopStrings(stops, include_stop)), "", False
         for piece in _cut(rng, text):
             released, was_found = matcher.feed(piece)
             shown += released
@@ -147,7 +258,7 @@ def test_no_more_is_held_back_than_could_become_a_stop_string(seed: int) -> None
     for _ in range(200):
         text = "".join(rng.choices("abc", k=12))
         if _first_stop(text, stops) is None:
-            shown, _ = StopMatcher(stops).feed(text)
+            shown, _ = StopMatcher(StopStrings(stops)).feed(text)
             held = text[len(shown) :]
             longest = max((k for k in range(4) for stop in stops if k < len(stop) and text.endswith(stop[:k])), default=0)
             assert len(held) == longest
@@ -157,8 +268,8 @@ def test_no_more_is_held_back_than_could_become_a_stop_string(seed: int) -> None
 
 
 def _choice(tokenizer: ChatTokenizer, stops: list[str], **options: bool | int) -> ChoiceText:
-    matcher = StopMatcher(stops, bool(options.get("show_stop_token"))) if stops else None
-    return ChoiceText(0, tokenizer.new_detokenizer(skip_special_tokens=True), matcher, with_logprobs=True, **options)  # type: ignore[arg-type]
+    matcher = StopMatcher(StopStrings(stops, bool(options.get("show_stop_token")))) if stops else None
+    return ChoiceText(0, tokenizer.new_detokenizer((), skip_special_tokens=True), matcher, with_logprobs=True, **options)  # type: ignore[arg-type]
 
 
 def _feed(choice: ChoiceText, token_ids: list[int], step: int, reason: FinishReason | None) -> list[Piece]:
@@ -185,8 +296,7 @@ def test_what_is_shown_does_not_depend_on_how_many_tokens_come_at_once(
     assert [one.token.index for one in shown] == list(range(len(shown)))
     lengths = [len(raw.decode(token_ids[: k + 1])) for k in range(len(token_ids))]
     assert choice.num_tokens == next(k + 1 for k, n in enumerate(lengths) if n >= len("one 👍 two thr"))
-    # The tokens shown are those that begin before the cut.
-    assert len(shown) == next(k for k in range(len(token_ids)) if len(raw.decode(token_ids[:k])) >= len("one 👍 two "))
+    assert len(shown) == choice.num_tokens, "every token that is counted is listed"
 
 
 def test_logprobs_cover_all_tokens_and_offsets_point_at_their_text(raw: Tokenizer, byte_level: ChatTokenizer) -> None:
@@ -194,8 +304,10 @@ def test_logprobs_cover_all_tokens_and_offsets_point_at_their_text(raw: Tokenize
     token_ids = raw.encode(text).ids
     pieces = _feed(_choice(byte_level, ["never"]), [*token_ids, EOS_ID], 1, FinishReason.STOP)
     shown = [one for piece in pieces for one in piece.tokens]
-    assert [one.token.token_id for one in shown] == token_ids
-    assert [one.text_offset for one in shown] == [len(raw.decode(token_ids[:k]).rstrip("\ufffd")) for k in range(len(token_ids))]
+    assert [one.token.token_id for one in shown] == [*token_ids, EOS_ID]
+    offsets = [len(raw.decode(token_ids[:k]).rstrip("\ufffd")) for k in range(len(token_ids) + 1)]
+    assert [one.text_offset for one in shown] == offsets
+    assert "".join(one.text for one in shown) == text
 
 
 def test_a_stop_token_counts_but_has_no_text_unless_asked_for(raw: Tokenizer, byte_level: ChatTokenizer) -> None:
@@ -207,10 +319,31 @@ def test_a_stop_token_counts_but_has_no_text_unless_asked_for(raw: Tokenizer, by
     assert hidden.num_tokens == shown.num_tokens == len(ids)
 
 
-def test_stop_strings_do_not_count_before_min_tokens(raw: Tokenizer, byte_level: ChatTokenizer) -> None:
-    ids = [raw.token_to_id("a")] * 6
-    pieces = _feed(_choice(byte_level, ["a"], min_tokens=4), ids, 1, None)
-    assert "".join(piece.text for piece in pieces) == "aaa"
+@pytest.mark.parametrize(("stop", "shown"), [("a", "aaaa"), ("aa", "aaa"), ("aaaa", "a"), ("aaaaa", "")])
+def test_a_stop_string_may_begin_before_min_tokens_but_ends_behind_them(
+    raw: Tokenizer, byte_level: ChatTokenizer, stop: str, shown: str
+) -> None:
+    choice = _choice(byte_level, [stop], min_tokens=4)
+    pieces = _feed(choice, [raw.token_to_id("a")] * 8, 1, None)
+    assert "".join(piece.text for piece in pieces) == shown
+    assert choice.num_tokens == 5
+
+
+def test_a_stop_string_that_ended_before_min_tokens_is_not_found_again_in_text_held_back() -> None:
+    matcher = StopMatcher(StopStrings(["abc", "b"]))
+    assert matcher.feed("ab", may_stop=False) == ("", False)
+    assert matcher.feed("x") == ("abx", False)
+    assert matcher.feed("b") == ("", True)
+
+
+def test_text_held_back_is_given_out_once() -> None:
+    matcher = StopMatcher(StopStrings(["abc"]))
+    assert (matcher.feed("ab"), matcher.flush(), matcher.flush()) == (("", False), "ab", "")
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="everywhere"):
+        StopStrings(["a", ""])
 
 
 def test_text_held_back_comes_out_at_the_end(raw: Tokenizer, byte_level: ChatTokenizer) -> None:

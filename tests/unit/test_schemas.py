@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from services.router.http import limits
 from services.router.http.errors import ContextLengthExceeded
 from services.router.http.messages import for_template
 from services.router.http.schemas import ChatBody, CompletionBody, parse
+from services.router.text.loading import ModelFacts
+from services.router.text.sampling_defaults import SamplingDefaults
+from services.router.text.tokenizer import ChatTokenizer
 from shared.base.errors import InvalidRequest
 from shared.base.request import SamplingParams
-from tests.support.tiny_tokenizer import save_tiny_tokenizer
+from tests.support.tiny_tokenizer import save_tiny_tokenizer, tiny_tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -30,7 +34,12 @@ def chat(**fields: Any) -> ChatBody:
 
 
 def sampling(**fields: Any) -> SamplingParams:
-    return completion(**fields).sampling(16, None, frozenset({2, 0}), vocab_size=100)
+    return completion(**fields).sampling(16, None, tokenizer_of())
+
+
+def tokenizer_of(defaults: SamplingDefaults | None = None) -> ChatTokenizer:
+    facts = ModelFacts(vocab_size=100, eos_token_ids=frozenset({2, 0}), sampling_defaults=defaults or SamplingDefaults())
+    return ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer()), facts)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +56,13 @@ def sampling(**fields: Any) -> SamplingParams:
         ({"stop_token_ids": [1, "2"]}, "stop_token_ids[1]"),
         ({"stream_options": {"include_usag": True}}, "stream_options.include_usag"),
         ({"model": 1}, "model"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stop": ["x"] * 65}, "stop"),
+        ({"stop": ["ok", ""]}, "stop[1]"),
+        ({"stop": ""}, "stop[0]"),
+        ({"stop": "x" * 257}, "stop[0]"),
+        ({"stop": ["x", 5]}, "stop[1]"),
+        ({"stop": 5}, "stop"),
     ],
 )
 def test_a_refused_field_of_a_completion_is_named(fields: dict[str, Any], param: str) -> None:
@@ -95,7 +111,13 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
     ("fields", "param"),
     [
         ({"temperature": -1}, "temperature"),
+        ({"temperature": 101}, "temperature"),
         ({"top_p": -0.1}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": 2**32}, "top_k"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"n": 129}, "n"),
         ({"top_k": -2}, "top_k"),
         ({"n": 0}, "n"),
         ({"seed": 2**64 - 1, "min_tokens": 17}, "min_tokens"),
@@ -126,15 +148,56 @@ def test_eos_ends_an_output_unless_ignored() -> None:
     assert sampling(stop_token_ids=[9], ignore_eos=True).stop_token_ids == (9,)
 
 
-def test_a_request_without_seed_gets_a_random_one_and_a_negative_seed_is_taken() -> None:
-    assert sampling().seed != sampling().seed
-    assert sampling(seed=-1).seed == 2**64 - 1
+def test_a_request_without_seed_or_with_seed_minus_one_gets_a_random_one() -> None:
+    for fields in ({}, {"seed": None}, {"seed": -1}):
+        assert len({sampling(**fields).seed for _ in range(3)}) == 3
 
 
-@pytest.mark.parametrize("stop", ["", [""], ["x"] * 17, "x" * 257, ["ok", ""]])
-def test_stop_strings_are_bounded(stop: Any) -> None:
-    with pytest.raises(InvalidRequest, match="stop"):
-        _ = completion(stop=stop).stop_strings
+def test_any_other_seed_of_64_bits_is_taken() -> None:
+    assert [sampling(seed=seed).seed for seed in (0, 2**64 - 1, -2, -(2**63))] == [0, 2**64 - 1, 2**64 - 2, 2**63]
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1.18e-38}, {"temperature": 9.9e-6}, {"top_p": 0}])
+def test_a_temperature_too_small_to_divide_by_and_top_p_zero_are_greedy(fields: dict[str, Any]) -> None:
+    assert sampling(**fields).is_greedy
+    assert sampling(**fields).temperature == 0.0
+
+
+def test_a_small_temperature_is_kept() -> None:
+    assert sampling(temperature=1e-5).temperature == 1e-5
+
+
+def test_top_k_is_off_at_minus_one_and_at_most_what_the_wire_holds() -> None:
+    assert [sampling(top_k=top_k).top_k for top_k in (-1, 0, 7, 2**32 - 1)] == [0, 0, 7, 2**32 - 1]
+
+
+def test_the_models_defaults_hold_where_a_request_does_not_say() -> None:
+    tokenizer = tokenizer_of(SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.05, repetition_penalty=1.1))
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    silent = completion(top_p=None).sampling(16, None, tokenizer)
+    assert [getattr(silent, name) for name in names] == [0.6, 0.95, 20, 0.05, 1.1]
+    said = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    params = completion(**said).sampling(16, None, tokenizer)
+    assert [getattr(params, name) for name in names] == [0.0, 1.0, 0, 0.0, 1.0]
+
+
+def test_a_stop_string_that_is_a_special_token_is_a_stop_token_too() -> None:
+    assert sampling(stop=["<|im_start|>", "x"], ignore_eos=True).stop_token_ids == (1,)
+    assert sampling(stop="<tool>", ignore_eos=True).stop_token_ids == ()  # an ordinary token: its text is never hidden
+
+
+def test_one_stop_string_is_a_list_of_one_and_there_may_be_many() -> None:
+    assert completion(stop="a").stop == ["a"]
+    assert len(completion(stop=["x" * 256] * 64).stop) == 64
+
+
+def test_a_request_may_leave_out_the_model() -> None:
+    assert completion(model=None).model == ""
+
+
+def test_usage_is_asked_for_in_streams() -> None:
+    assert completion(stream=True, stream_options={"include_usage": True}).include_usage
+    assert not completion(stream=True).include_usage
 
 
 def test_max_tokens_of_a_chat_has_two_names_that_must_agree() -> None:
@@ -144,10 +207,15 @@ def test_max_tokens_of_a_chat_has_two_names_that_must_agree() -> None:
         _ = chat(max_tokens=3, max_completion_tokens=4).max_output_tokens
 
 
-def test_content_parts_are_joined_and_developer_is_system() -> None:
+def test_messages_become_roles_and_texts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = chat(messages=[{"role": "developer", "content": "s"}, {"role": "user", "content": parts}])
-    assert for_template(body.messages) == [{"role": "system", "content": "s"}, {"role": "user", "content": "a\nb"}]
+    assert for_template(body.messages) == [{"role": "developer", "content": "s"}, {"role": "user", "content": parts}]
+    named = chat(messages=[{"role": "user", "content": "x", "name": "Ada"}, {"role": "assistant"}])
+    assert for_template(named.messages) == [
+        {"role": "user", "content": "x", "name": "Ada"},
+        {"role": "assistant", "content": ""},
+    ]
 
 
 @pytest.mark.parametrize("content", [[{"type": "image_url", "image_url": {"url": "x"}}], None, 5, [{"text": "x"}], ["x"]])

@@ -25,20 +25,24 @@ class ChatCompletions:
         body = await self._frontend.read(http, ChatBody)
         self._frontend.check_model(body.model)
         tokenizer = self._frontend.tokenizer
-        text = tokenizer.render_chat(for_template(body.messages), body.add_generation_prompt, body.chat_template_kwargs)
-        prompts = await tokenizer.encode([text], add_special_tokens=False)
+        token_ids = await tokenizer.encode_chat(
+            for_template(body.messages),
+            add_generation_prompt=body.add_generation_prompt,
+            variables=body.chat_template_kwargs,
+            parse_special_tokens=self._frontend.settings.special_tokens_in_messages == "parse",
+        )
         request_id = context.new_id("chatcmpl")
         run = self._frontend.start(
             request_id,
             context,
             body,
-            prompts,
+            [token_ids],
             max_tokens=body.max_output_tokens,
             default_max_tokens=None,
             num_logprobs=body.num_logprobs,
             prompt_param="messages",
         )
-        logprobs = LogprobWriter(tokenizer) if body.logprobs else None
+        logprobs = LogprobWriter(tokenizer.vocabulary) if body.logprobs else None
         return await self._frontend.answer(http, request_id, body, run, ChatWriter(logprobs))
 
 

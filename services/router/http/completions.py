@@ -43,7 +43,7 @@ class Completions:
             prompt_param="prompt",
         )
         echoes = [prompt.as_text(tokenizer) for prompt in prompts for _ in range(body.n)] if body.echo else None
-        logprobs = LogprobWriter(tokenizer) if body.logprobs is not None else None
+        logprobs = LogprobWriter(tokenizer.vocabulary) if body.logprobs is not None else None
         return await self._frontend.answer(http, request_id, body, run, CompletionWriter(logprobs, echoes))
 
 

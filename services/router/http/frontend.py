@@ -71,9 +71,9 @@ class Frontend:
             fitted = limits.fit_max_tokens(len(token_ids), max_tokens, default_max_tokens, max_model_len, prompt_param)
             if not body.stream:
                 fitted = limits.fit_result(num_choices, fitted, num_logprobs, is_asked=max_tokens is not None)
-            sampling = body.sampling(fitted, num_logprobs, self.tokenizer.eos_token_ids, self.tokenizer.vocab_size)
+            sampling = body.sampling(fitted, num_logprobs, self.tokenizer)
             requests.append(engine.Request(f"{request_id}-{i}", token_ids, len(token_ids), sampling, cache_salt))
-        text = TextOptions(body.stop_strings, body.include_stop_str_in_output, body.skip_special_tokens)
+        text = TextOptions(body.stop, body.include_stop_str_in_output, body.skip_special_tokens)
         return Run(self.backend, self.tokenizer, requests, text, arrived_at=context.arrived_at, deadline_at=context.deadline_at)
 
     def _cache_salt(self, context: RequestContext, body: GenerationBody) -> str:

@@ -1,4 +1,4 @@
-"""From the messages of a chat to the plain role and text that a chat template takes."""
+"""From the messages of a chat to the plain role and text that a chat template takes (services/router/text/chat_template.py)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from services.router.http.schemas import Message
 from shared.base.errors import InvalidRequest
 
 
-def for_template(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Raises InvalidRequest, naming the message, for content that is not text."""
+def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Content is a string or a list of text parts, as the client sent it. Raises InvalidRequest, naming the message, for content
+    that is not text."""
     return [_one(message, f"messages[{i}].content") for i, message in enumerate(messages)]
 
 
-def _one(message: Message, where: str) -> dict[str, str]:
-    # OpenAI's newer name for the same role; most templates know only the older one.
-    role = "system" if message.role == "developer" else message.role
-    plain = {"role": role, "content": _text(message, where)}
+def _one(message: Message, where: str) -> dict[str, Any]:
+    plain = {"role": message.role, "content": _content(message, where)}
     return plain if message.name is None else plain | {"name": message.name}
 
 
-def _text(message: Message, where: str) -> str:
+def _content(message: Message, where: str) -> str | list[dict[str, str]]:
     content = message.content
     if isinstance(content, str):
         return content
@@ -29,7 +28,7 @@ def _text(message: Message, where: str) -> str:
         return ""
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} must be a string or a list of parts of type text", param=where)
-    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+    return [{"type": "text", "text": _part(part, f"{where}[{i}]")} for i, part in enumerate(content)]
 
 
 def _part(part: Any, where: str) -> str:

@@ -16,7 +16,7 @@ from services.router.dispatch.backend import Backend, Generation
 from services.router.http.fanout import merge
 from services.router.http.metrics import CACHED_PROMPT_TOKENS, COMPLETION_TOKENS, PROMPT_TOKENS, TokenClock
 from services.router.text.choice import ChoiceText, Piece
-from services.router.text.stops import StopMatcher
+from services.router.text.stops import StopMatcher, StopStrings
 from services.router.text.tokenizer import ChatTokenizer
 from shared.base.errors import DeadlineExceeded, Internal
 from shared.base.request import Output, Request
@@ -116,12 +116,12 @@ class Run:
 
 def _choices(tokenizer: ChatTokenizer, requests: Sequence[Request], text: TextOptions) -> list[ChoiceText]:
     sampling = requests[0].sampling
-    stops = StopMatcher(text.stops, text.include_stop) if text.stops else None
+    stops = StopStrings(text.stops, text.include_stop) if text.stops else None
     return [
         ChoiceText(
             index,
-            tokenizer.new_detokenizer(skip_special_tokens=text.skip_special_tokens),
-            stops.fork() if stops else None,
+            tokenizer.new_detokenizer(requests[index // sampling.n].token_ids, skip_special_tokens=text.skip_special_tokens),
+            StopMatcher(stops) if stops else None,
             min_tokens=sampling.min_tokens,
             show_stop_token=text.include_stop,
             with_logprobs=sampling.num_logprobs is not None,

@@ -1,7 +1,7 @@
 """The bodies that clients send, checked field by field.
 
-What a client cannot mean to be ignored is refused by name: a field nobody knows, and one whose effect is not implemented. A field
-that is null is a field not sent. Ranges of sampling values are checked by `SamplingParams`, where the engine relies on them.
+A field that would change the answer and is not known or not implemented is refused by name. A field that is null is a field not
+sent. pydantic checks types and lengths; ranges of sampling values are checked by `SamplingParams`, where the engine relies on them.
 """
 
 from __future__ import annotations
@@ -9,16 +9,21 @@ from __future__ import annotations
 import reprlib
 import secrets
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from dataclasses import fields, replace
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from services.router.http import limits
+from services.router.text.sampling_defaults import SamplingDefaults
+from services.router.text.tokenizer import ChatTokenizer
 from shared.base.errors import InvalidRequest
 from shared.base.request import MAX_LOGPROBS, SamplingParams
 
 B = TypeVar("B", bound="Body")
+
+RANDOM_SEED = -1  # other servers' way to ask for one
 
 
 class Body(BaseModel):
@@ -27,12 +32,12 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
     ignored: ClassVar[frozenset[str]] = frozenset()
-    # Fields without implementation, and the values that ask for nothing and may therefore be sent.
+    # Fields without implementation, and those of their values that change nothing and may therefore be sent.
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_what_asks_for_nothing(cls, raw: Any) -> Any:
+    def _drop_no_op_fields(cls, raw: Any) -> Any:
         if not isinstance(raw, dict):
             return raw
         if len(raw) > limits.MAX_FIELDS:
@@ -70,6 +75,14 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+def _as_list(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopString], Field(max_length=limits.MAX_STOP_STRINGS, fail_fast=True), BeforeValidator(_as_list)]
+
+
 class GenerationBody(Body):
     """What completions and chat completions have in common."""
 
@@ -90,16 +103,17 @@ class GenerationBody(Body):
     n: int = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
+    # These five: None is the model's default.
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    seed: int | None = None
     logit_bias: dict[str, Any] = Field(default={}, max_length=limits.MAX_LOGIT_BIASES)  # to numbers; checked below
-    stop: Any = []  # a string or a list of them; checked in stop_strings
+    stop: StopStrings = []  # or one string
     stop_token_ids: list[int] = Field(default=[], max_length=limits.MAX_STOP_TOKEN_IDS, fail_fast=True)
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -111,41 +125,36 @@ class GenerationBody(Body):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """Raises InvalidRequest if they are too many, too long or empty."""
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) for stop in stops):
-            raise InvalidRequest(f"stop is {reprlib.repr(self.stop)}; it must be a string or a list of strings", param="stop")
-        if len(stops) > limits.MAX_STOP_STRINGS:
-            raise InvalidRequest(f"stop has {len(stops)} strings; at most {limits.MAX_STOP_STRINGS} are allowed", param="stop")
-        for stop in stops:
-            if not 1 <= len(stop) <= limits.MAX_STOP_CHARS:
-                raise InvalidRequest(
-                    f"stop holds {reprlib.repr(stop)}; a stop string has 1 to {limits.MAX_STOP_CHARS} characters", param="stop"
-                )
-        return tuple(stops)
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is given and stream is not true; it is for streams only", param="stream_options")
+        return self
 
-    def sampling(self, max_tokens: int, num_logprobs: int | None, eos_token_ids: frozenset[int], vocab_size: int) -> SamplingParams:
+    def sampling(self, max_tokens: int, num_logprobs: int | None, tokenizer: ChatTokenizer) -> SamplingParams:
         """Draws a seed if the request has none. Raises InvalidRequest."""
-        limits.check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
-        stop_ids = frozenset(self.stop_token_ids)
         return SamplingParams(
             max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_k=0 if self.top_k == -1 else self.top_k,  # other servers' way to say "off"
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=secrets.randbits(64) if self.seed is None else _as_uint64(self.seed),
+            **self._filters(tokenizer.sampling_defaults).normalized(),
+            seed=secrets.randbits(64) if self.seed in (None, RANDOM_SEED) else _as_uint64(self.seed),
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            stop_token_ids=tuple(sorted(stop_ids if self.ignore_eos else stop_ids | eos_token_ids)),
+            stop_token_ids=self._stop_token_ids(tokenizer),
             min_tokens=self.min_tokens,
             num_logprobs=num_logprobs,
-            logit_bias=self._logit_bias(vocab_size),
+            logit_bias=self._logit_bias(tokenizer.vocab_size),
             n=self.n,
         )
+
+    def _filters(self, defaults: SamplingDefaults) -> SamplingDefaults:
+        names = (one.name for one in fields(SamplingDefaults))
+        return replace(defaults, **{name: value for name in names if (value := getattr(self, name)) is not None})
+
+    def _stop_token_ids(self, tokenizer: ChatTokenizer) -> tuple[int, ...]:
+        """A stop string that is a special token is a stop token, too: its text may be hidden."""
+        limits.check_token_ids("stop_token_ids", self.stop_token_ids, tokenizer.vocab_size)
+        ends = frozenset() if self.ignore_eos else tokenizer.eos_token_ids
+        return tuple(sorted(ends | frozenset(self.stop_token_ids) | tokenizer.special_token_ids(self.stop)))
 
     def _logit_bias(self, vocab_size: int) -> dict[int, float]:
         try:

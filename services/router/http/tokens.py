@@ -19,9 +19,7 @@ class Tokens:
     async def tokenize(self, http: Request) -> Response:
         body = await self._frontend.read(http, TokenizeBody)
         self._frontend.check_model(body.model)
-        text, is_chat = self._text(body), bool(body.messages)
-        add_special_tokens = not is_chat if body.add_special_tokens is None else body.add_special_tokens
-        [token_ids] = await self._frontend.tokenizer.encode([text], add_special_tokens=add_special_tokens)
+        token_ids = await (self._prompt(body) if body.prompt is not None else self._chat(body))
         max_model_len = self._frontend.backend.max_model_len
         return json_response({"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids})
 
@@ -31,10 +29,27 @@ class Tokens:
         limits.check_token_ids("tokens", body.tokens, self._frontend.tokenizer.vocab_size)
         return json_response({"prompt": self._frontend.tokenizer.decode(body.tokens)})
 
-    def _text(self, body: TokenizeBody) -> str:
-        if (body.prompt is None) == (not body.messages):
-            raise InvalidRequest("exactly one of prompt and messages must be given", param="prompt")
-        if body.prompt is not None:
-            return body.prompt
-        messages = for_template(body.messages)
-        return self._frontend.tokenizer.render_chat(messages, body.add_generation_prompt, body.chat_template_kwargs)
+    async def _prompt(self, body: TokenizeBody) -> list[int]:
+        if body.messages:
+            raise _not_one_of_both()
+        add_special_tokens = body.add_special_tokens is not False
+        [token_ids] = await self._frontend.tokenizer.encode([body.prompt or ""], add_special_tokens=add_special_tokens)
+        return token_ids
+
+    async def _chat(self, body: TokenizeBody) -> list[int]:
+        if not body.messages:
+            raise _not_one_of_both()
+        if body.add_special_tokens:
+            raise InvalidRequest(
+                "add_special_tokens is true; a chat's special tokens are written by its template", param="add_special_tokens"
+            )
+        return await self._frontend.tokenizer.encode_chat(
+            for_template(body.messages),
+            add_generation_prompt=body.add_generation_prompt,
+            variables=body.chat_template_kwargs,
+            parse_special_tokens=self._frontend.settings.special_tokens_in_messages == "parse",
+        )
+
+
+def _not_one_of_both() -> InvalidRequest:
+    return InvalidRequest("exactly one of prompt and messages must be given", param="prompt")

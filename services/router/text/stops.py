@@ -1,81 +1,73 @@
 """Finding stop strings in text that arrives in pieces, holding back no more than could still become one.
 
-Each stop string is followed by its own Knuth-Morris-Pratt automaton (Knuth, Morris, Pratt 1977), whose state is how much of the
-string the text read so far ends with. The largest state is therefore exactly the text to hold back, and each character is read
-once. What is found does not depend on how the text was cut into pieces: the match that ends first wins, and of several that end
-together the longest.
+What is found does not depend on how the text was cut into pieces: the match that ends first wins, and of several that end together
+the longest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StopStrings:
+    """What ends an output, and whether it is part of the text that is shown."""
+
+    strings: Sequence[str]
+    is_shown: bool = False
+
+    def __post_init__(self) -> None:
+        if not all(self.strings):
+            raise ValueError("an empty stop string would match everywhere")
 
 
 class StopMatcher:
-    """Reads the text of one output. Give each output its own, or `fork` one that is fresh."""
+    """Reads the text of one output. Each output needs its own."""
 
-    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
-        """`include_stop`: the stop string is part of the text that is released."""
-        assert all(stops), "an empty stop string would match everywhere"
+    def __init__(self, stops: StopStrings) -> None:
         self._stops = stops
-        self._fallbacks = [_fallbacks(stop) for stop in stops]
-        self._include_stop = include_stop
-        self._states = [0] * len(stops)
         self._held = ""
 
-    def fork(self) -> StopMatcher:
-        """A matcher for another output: shares the tables, starts afresh."""
-        other = object.__new__(StopMatcher)
-        other._stops, other._fallbacks, other._include_stop = self._stops, self._fallbacks, self._include_stop
-        other._states, other._held = [0] * len(self._stops), ""
-        return other
+    def feed(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
+        """Text that may be shown now, and whether a stop string ended it; after that the matcher is spent.
 
-    def feed(self, text: str) -> tuple[str, bool]:
-        """Text that may be shown now, and whether a stop string ended it. After that the matcher is spent."""
+        `may_stop` False: stop strings that end in this text are not looked for, but one may begin in it."""
         buffer = self._held + text
-        match = self._scan(text)
+        match = self._first_match(buffer, len(self._held)) if may_stop and text else None
         if match is not None:
-            end, length = match
-            stop_end = len(self._held) + end
-            return buffer[: stop_end if self._include_stop else stop_end - length], True
-        num_shown = len(buffer) - max(self._states)
+            start, end = match
+            return buffer[: end if self._stops.is_shown else start], True
+        num_shown = self._first_beginning(buffer)
         self._held = buffer[num_shown:]
         return buffer[:num_shown], False
 
     def flush(self) -> str:
         """The text held back, when no more will come."""
-        return self._held
+        held, self._held = self._held, ""
+        return held
 
-    def _scan(self, text: str) -> tuple[int, int] | None:
-        """(end within text, length) of the first match, or None."""
-        first: tuple[int, int] | None = None
-        for i, (stop, fallbacks) in enumerate(zip(self._stops, self._fallbacks, strict=True)):
-            end = self._scan_one(i, stop, fallbacks, text if first is None else text[: first[0]])
-            if end is not None and (first is None or end < first[0] or len(stop) > first[1]):
-                first = (end, len(stop))
-        return first
+    def _first_match(self, buffer: str, num_old: int) -> tuple[int, int] | None:
+        """(start, end) of the match that ends first, behind the `num_old` characters that were looked at before."""
+        matches = []
+        for stop in self._stops.strings:
+            start = buffer.find(stop, max(0, num_old - len(stop) + 1))
+            if start >= 0:
+                matches.append((start + len(stop), start))
+        if not matches:
+            return None
+        end, start = min(matches)
+        return start, end
 
-    def _scan_one(self, i: int, stop: str, fallbacks: list[int], text: str) -> int | None:
-        state = self._states[i]
-        for position, char in enumerate(text):
-            while state and stop[state] != char:
-                state = fallbacks[state]
-            if stop[state] == char:
-                state += 1
-                if state == len(stop):
-                    return position + 1
-        self._states[i] = state
-        return None
+    def _first_beginning(self, buffer: str) -> int:
+        """Where the earliest stop string begins that the buffer may end inside of; its length if there is none."""
+        return min((_beginning_of(stop, buffer) for stop in self._stops.strings), default=len(buffer))
 
 
-def _fallbacks(pattern: str) -> list[int]:
-    """table[k]: length of the longest proper prefix of pattern that pattern[:k] also ends with."""
-    table = [0] * len(pattern)
-    length = 0
-    for k in range(1, len(pattern) - 1):
-        while length and pattern[k] != pattern[length]:
-            length = table[length]
-        if pattern[k] == pattern[length]:
-            length += 1
-        table[k + 1] = length
-    return table
+def _beginning_of(stop: str, buffer: str) -> int:
+    start = buffer.find(stop[0], max(0, len(buffer) - len(stop) + 1))
+    while start >= 0:
+        if stop.startswith(buffer[start:]):
+            return start
+        start = buffer.find(stop[0], start + 1)
+    return len(buffer)
