@@ -62,16 +62,16 @@ class Shipment:
         self._complete = 0  # tokens of which all layers are computed
         self._partial = Progress(sequence.id, 0, 0)  # more tokens, and how many layers of them
         self._first_tokens: dict[int, Token] = {}
-        self._computed_s = 0.0
+        self._computed_at = 0.0
         self._failure: TwostrokeError | None = None
         self._news = asyncio.Event()
 
     async def run(self, mailbox: Mailbox) -> control_pb2.PrefillReply:
-        arrived_s = time.monotonic()
+        arrived_at = time.monotonic()
         reading = asyncio.create_task(self._read(mailbox))
         try:
             await self._wait_for_news()  # the first chunk starts
-            started_s = time.monotonic()
+            started_at = time.monotonic()
             num_cached_blocks = await self._sender.open(self._num_blocks)
             self._shipped = ShippedLayers(self._num_blocks, self._geometry.num_layers, num_cached_blocks)
             while not self._is_computed:
@@ -82,14 +82,14 @@ class Shipment:
             reading.cancel()
         await self._push(self._num_blocks, self._geometry.num_layers)
         await self._sender.commit([token for _, token in sorted(self._first_tokens.items())], self._sequence.num_cached_tokens)
-        done_s = time.monotonic()
-        metrics.transfer_seconds.labels(self._sender.transport).observe(done_s - self._computed_s)
+        done_at = time.monotonic()
+        metrics.transfer_seconds.labels(self._sender.transport).observe(done_at - self._computed_at)
         return control_pb2.PrefillReply(
             num_cached_tokens=self._sequence.num_cached_tokens,
             num_shipped_blocks=self._sender.num_shipped_blocks,
-            queue_s=started_s - arrived_s,
-            compute_s=self._computed_s - started_s,
-            transfer_s=done_s - self._computed_s,
+            queue_s=started_at - arrived_at,
+            compute_s=self._computed_at - started_at,
+            transfer_s=done_at - self._computed_at,
         )
 
     @property
@@ -108,7 +108,7 @@ class Shipment:
             self._failure = event.error
         elif isinstance(event, Output):
             self._first_tokens[event.choice] = event.tokens[0]
-            self._computed_s = time.monotonic()
+            self._computed_at = time.monotonic()
         elif event.num_layers is None:
             self._complete = event.num_computed_tokens
         else:

@@ -68,6 +68,19 @@ async def test_second_request_with_the_same_prefix_ships_only_new_blocks() -> No
         assert [t.token_id for o in outputs for t in o.tokens] == expected_tokens(asked.token_ids, 8)
 
 
+@pytest.mark.parametrize("length", [16, 64])
+async def test_a_prompt_of_whole_blocks_that_both_sides_have_gets_the_same_tokens_again(length: int) -> None:
+    async with cluster() as made:
+        await made.add(Role.PREFILL)
+        await made.add(Role.DECODE)
+        for _ in range(3):
+            asked = request(prompt_of(length))
+            assert (await made.run(asked))[0] == expected_tokens(asked.token_ids, 8)
+        await settle(made)
+        for worker in made.workers:
+            worker.check_baseline()
+
+
 @pytest.mark.parametrize("replaced", [Role.PREFILL, Role.DECODE])
 async def test_outputs_are_right_and_counted_where_only_one_side_has_the_prefix(replaced: Role) -> None:
     async with cluster() as made:

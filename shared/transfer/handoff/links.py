@@ -53,7 +53,9 @@ class Links:
     async def get(self, peer: Peer) -> Link:
         """Raises IncompatiblePeer if the two have no transport in common, LinkLost if none works now, and what the question for
         offers may raise."""
-        known = self._known.setdefault(peer.boot_id, _Known())
+        known = self._known.get(peer.boot_id)
+        if known is None:
+            known = self._known[peer.boot_id] = _Known()
         self._known.move_to_end(peer.boot_id)
         if len(self._known) > _MAX_PEERS:
             _discard(self._known.popitem(last=False)[1])
