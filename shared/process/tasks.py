@@ -1,4 +1,4 @@
-"""Background tasks: none may end without anybody noticing."""
+"""Background tasks. None may end unnoticed."""
 
 from __future__ import annotations
 

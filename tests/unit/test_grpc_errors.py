@@ -19,7 +19,7 @@ from shared.wire.errors import from_rpc_error
         (grpc.StatusCode.UNKNOWN, "what the peer did not foresee", Internal),
     ],
 )
-def test_an_error_keeps_its_type_and_a_write_that_came_too_late_is_nobodys_fault(
+def test_an_error_keeps_its_type_and_a_write_that_came_too_late_means_unavailable(
     code: grpc.StatusCode, details: str, expected: type[TwostrokeError]
 ) -> None:
     error = from_rpc_error(AioRpcError(code, Metadata(), Metadata(), details))
