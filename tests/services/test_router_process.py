@@ -12,10 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from shared.index.registry import Registration
 
 from shared.base.worker_info import Role
 from shared.index.keys import Keys
+from shared.index.registration import Registration
 from shared.options.worker import WorkerConfig
 from tests.support.cluster import FakeWorker
 from tests.support.eventually import eventually
