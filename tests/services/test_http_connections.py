@@ -171,7 +171,7 @@ def test_a_client_that_leaves_with_requests_pipelined_ends_the_one_under_way(ser
 
 
 async def test_streams_of_clients_that_do_not_read_end_with_their_deadline(tokenizer: ChatTokenizer, raw: Tokenizer) -> None:
-    service = Service(tokenizer, raw, request_timeout_s=1, max_concurrent_requests=8)
+    service = Service(tokenizer, raw, request_timeout_s=3, max_concurrent_requests=8)
     connections = []
     try:
         before = service.metric(STUCK)

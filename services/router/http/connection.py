@@ -28,11 +28,12 @@ async def while_wanted(context: RequestContext, receive: Receive, work: Coroutin
     stopping = asyncio.create_task(context.stopping.over.wait())
     try:
         await asyncio.wait((working, watching, stopping), timeout=max(0.0, context.left_s), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise _why_not(context, is_client_gone=watching.done())
+        await cancel_and_wait(working)
+        if working.cancelled():
+            raise _why_not(context, is_client_gone=watching.done())
+        return working.result()  # also if it ended in the meantime
     finally:
-        for task in (watching, stopping, working):
+        for task in (working, watching, stopping):
             await cancel_and_wait(task)
 
 
