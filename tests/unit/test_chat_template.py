@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import random
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from services.router.text.loading import ModelFacts
-from services.router.text.tokenizer import MAX_INLINE_CHARS, ChatTokenizer
+from services.router.text.tokenizer import MAX_INLINE_CHARS, ChatTokenizer, _any_of
 from shared.base.errors import ConfigError, InvalidRequest
 from tests.support.tiny_tokenizer import EOS_ID, TEMPLATE, save_tiny_tokenizer, tiny_tokenizer
 
@@ -82,6 +83,16 @@ def test_special_tokens_in_names_and_template_variables_are_text_too() -> None:
     ids = _encode(tokenizer, _user("a"), variables={"style": "<|im_start|>"})
     assert ids.count(1) == 1
     assert tokenizer.decode(ids).endswith("<|im_start|>")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_texts_that_hold_any_of_many_names_are_found(seed: int) -> None:
+    rng = random.Random(seed)
+    names = {"".join(rng.choices("<|ab", k=rng.randrange(1, 6))) for _ in range(rng.randrange(0, 12))}
+    pattern = _any_of(names)
+    for _ in range(200):
+        text = "".join(rng.choices("<|abc", k=rng.randrange(12)))
+        assert (pattern.search(text) is not None) == any(name in text for name in names), (names, text)
 
 
 def test_parts_cannot_be_joined_to_a_special_token() -> None:

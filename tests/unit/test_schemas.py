@@ -160,11 +160,10 @@ def test_any_other_seed_of_64_bits_is_taken() -> None:
 @pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1.18e-38}, {"temperature": 9.9e-6}, {"top_p": 0}])
 def test_a_temperature_too_small_to_divide_by_and_top_p_zero_are_greedy(fields: dict[str, Any]) -> None:
     assert sampling(**fields).is_greedy
-    assert sampling(**fields).temperature == 0.0
 
 
 def test_a_small_temperature_is_kept() -> None:
-    assert sampling(temperature=1e-5).temperature == 1e-5
+    assert not sampling(temperature=1e-5).is_greedy
 
 
 def test_top_k_is_off_at_minus_one_and_at_most_what_the_wire_holds() -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from shared.base.errors import ConfigError, InvalidRequest
 from shared.base.request import SamplingParams
 
-# Logits divided by less are not numbers any more; other servers take such a temperature for 0, too.
-LOWEST_TEMPERATURE = 1e-5
 MAX_TOP_K = 2**32 - 1  # as the wire holds it
 
 
@@ -40,15 +38,7 @@ class SamplingDefaults:
         return defaults
 
     def normalized(self) -> dict[str, Any]:
-        """As an engine takes them: other servers' ways to say "greedy" (a tiny temperature, top_p 0) and "off" (top_k -1)
-        become its own. Raises InvalidRequest for a top_k that is too large."""
+        """As an engine takes them: -1, other servers' way to turn top_k off, is 0. Raises InvalidRequest for a top_k too large."""
         if self.top_k > MAX_TOP_K:
             raise InvalidRequest(f"top_k is {self.top_k}; it must be between -1 and {MAX_TOP_K}", param="top_k")
-        is_greedy = 0 <= self.temperature < LOWEST_TEMPERATURE or self.top_p == 0
-        return {
-            "temperature": 0.0 if is_greedy else self.temperature,
-            "top_p": 1.0 if self.top_p == 0 else self.top_p,
-            "top_k": 0 if self.top_k == -1 else self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-        }
+        return asdict(self) | {"top_k": 0 if self.top_k == -1 else self.top_k}

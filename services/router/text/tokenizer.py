@@ -10,7 +10,9 @@ cannot end it. Plain prompts of completions are read whole, special tokens inclu
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -144,8 +146,21 @@ class ChatTokenizer:
             )
 
 
-def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+def _any_of(texts: Collection[str]) -> re.Pattern[str]:
+    """Finds where any of the texts begins. Common beginnings are factored out: tried one by one, the 250 special tokens of Llama 3
+    would block the loop for a second where a body of 4 MB is made of their beginnings."""
+    return re.compile(_alternatives(texts) if texts else "(?!)")
+
+
+def _alternatives(texts: Collection[str]) -> str:
+    prefix = os.path.commonprefix(list(texts))  # noqa: RUF071 - by characters is what is meant
+    if prefix in texts:
+        return re.escape(prefix)
+    by_char: dict[str, list[str]] = defaultdict(list)
+    for text in texts:
+        rest = text[len(prefix) :]
+        by_char[rest[0]].append(rest)
+    return f"{re.escape(prefix)}(?:{'|'.join(map(_alternatives, by_char.values()))})"
 
 
 def _holds(value: Any, pattern: re.Pattern[str]) -> bool:
