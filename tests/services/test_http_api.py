@@ -631,3 +631,21 @@ def test_a_long_prompt_does_not_hold_up_the_server(service: Service) -> None:
     thread.join()
     assert answers == [400]
     assert num_answers >= 5
+
+
+def test_a_long_list_of_ids_does_not_hold_up_the_server(service: Service, tokenizer: ChatTokenizer, monkeypatch: Any) -> None:
+    """The event loop serves another request while a thread decodes."""
+    is_served = threading.Event()
+
+    def decode(token_ids: list[int]) -> str:
+        return "served" if is_served.wait(10) else "held up"
+
+    monkeypatch.setattr(tokenizer, "decode", decode)
+    answers: list[str] = []
+    body = {"model": MODEL, "tokens": [5]}
+    thread = threading.Thread(target=lambda: answers.append(service.http.post("/detokenize", json=body).json()["prompt"]))
+    thread.start()
+    assert service.http.get("/health").status_code == 200
+    is_served.set()
+    thread.join()
+    assert answers == ["served"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import Request, Response
 
 from services.router.http import limits
@@ -27,7 +29,8 @@ class Tokens:
         body = await self._frontend.read(http, DetokenizeBody)
         self._frontend.check_model(body.model)
         limits.check_token_ids("tokens", body.tokens, self._frontend.tokenizer.vocab_size)
-        return json_response({"prompt": self._frontend.tokenizer.decode(body.tokens)})
+        # Beside the event loop: a million ids take 0.3 s, without the interpreter lock.
+        return json_response({"prompt": await asyncio.to_thread(self._frontend.tokenizer.decode, body.tokens)})
 
     async def _prompt(self, body: TokenizeBody) -> list[int]:
         if body.messages:
