@@ -244,7 +244,7 @@ async def test_of_many_workers_few_are_asked_the_holders_among_them():
     assert (await where(made, request(1000)))[1] == "w500"
     ids, _ = made.prefixes.asked[0]
     assert {"w500", "w7"} <= ids
-    assert len(ids) <= 8 + 8 + 2
+    assert len(ids) <= 6 + 6 + 2
 
 
 async def test_of_many_workers_every_one_is_used_and_the_busier_ones_less():

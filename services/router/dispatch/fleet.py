@@ -24,7 +24,7 @@ from shared.wire.channels import Channels
 
 _FADING_PER_HEARTBEAT = 0.98
 _EXACT_UP_TO = 16  # workers of one phase and weights that are all looked at; of more, as many are drawn as come next
-_NUM_DRAWN = 8  # the best of eight at random is among the best tenth of all, more often than not
+_NUM_DRAWN = 6  # the best of six at random is among the best eighth of all, more often than not
 
 
 class Fleet:
