@@ -221,7 +221,7 @@ async def test_mtls_serves_and_workers_of_another_authority_are_refused_while_th
                 """Nothing was ever served by them, and the router said why."""
                 await complete(url)
                 log = router.log_path.read_text()
-                return "decode stranger: failed to connect" in log and "prefill intruder: failed to connect" in log
+                return "stranger fails and rests: failed to connect" in log and "intruder fails and rests: failed to connect" in log
 
             await eventually(is_refused, timeout_s=30)
         await prefill.stop()

@@ -315,6 +315,7 @@ def test_an_abort_of_a_reservation_grants_the_next_one_without_a_step() -> None:
         made.engine.abort(asked[1].request_id)  # one that asks: its callback is forgotten
         assert made.engine.abort(asked[0].request_id)
         assert granted == [asked[0].request_id, asked[2].request_id]
+        assert not made.engine._on_grant
         assert made.engine.load().num_steps == 0
         made.engine.abort(asked[2].request_id)
 

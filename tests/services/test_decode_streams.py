@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from services.decode.server import DecodeService, _merge
 from shared.base.errors import Overloaded
 from shared.base.request import FinishReason, Output, Request, Token
 from shared.base.worker_info import Role
@@ -17,7 +18,7 @@ from shared.engine.schedule.plan import Failure
 from shared.rpc import control_pb2, control_pb2_grpc
 from shared.wire.conversions import output_from_wire, request_to_wire
 from shared.worker import streams
-from shared.worker.streams import Mailbox
+from shared.worker.streams import Mailbox, Streams
 from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
 from tests.support.eventually import eventually
 from tests.support.fake_runner import expected_tokens
@@ -154,6 +155,48 @@ async def test_a_reader_that_leaves_too_much_gets_what_there_is_then_an_error_an
             await mailbox.take()
         worker.worker.streams.close(asked.request_id)
         worker.check_baseline()
+
+
+async def test_a_generate_call_whose_messages_are_not_taken_gives_its_seat_back_and_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "MAX_UNREAD_SIZE", 20)
+    async with decode_worker() as (_, worker, _):
+        made, asked = worker.worker, request(prompt_of(20), max_tokens=400)
+        service = DecodeService(made, made.engine, made.streams, None)
+        replies = service.Generate(control_pb2.GenerateRequest(request=request_to_wire(asked)), None)
+        assert (await anext(replies)).HasField("accepted")
+        await eventually(lambda: worker.runner.num_steps > 20)
+        await eventually(worker.is_idle)
+        reply = await anext(replies)
+        with pytest.raises(Overloaded, match="too slow"):
+            await anext(replies)
+        outputs = [output_from_wire(asked.request_id, tokens) for tokens in reply.tokens]
+        assert by_choice(outputs)[0] == expected_tokens(asked.token_ids, 21)
+        worker.check_baseline()
+
+
+def test_what_waits_is_one_output_for_each_choice_and_nothing_after_its_end() -> None:
+    stopped = Output("r", 0, (), FinishReason.STOP)
+    events = [output(0), output(5, choice=1), output(1), stopped, output(2), output(9, choice=2)]
+    merged = _merge(events, {0, 1})
+    assert [(o.choice, [t.index for t in o.tokens], o.finish_reason) for o in merged] == [
+        (0, [0, 1], FinishReason.STOP),
+        (1, [5], None),
+    ]
+
+
+async def test_a_worker_is_idle_only_when_its_last_stream_has_ended() -> None:
+    made = Streams(asyncio.get_running_loop())
+    for name in ("a", "b"):
+        made.open(name)
+    idle = asyncio.create_task(made.wait_idle())
+    made.close("a")
+    made.close("nobody")
+    await asyncio.sleep(0)
+    assert not idle.done()
+    made.close("b")
+    await idle
 
 
 def output(index: int, num_logprobs: int = 0, choice: int = 0) -> Output:
