@@ -310,6 +310,16 @@ def test_logprobs_cover_all_tokens_and_offsets_point_at_their_text(raw: Tokenize
     assert "".join(one.text for one in shown) == text
 
 
+def test_a_token_goes_out_in_the_piece_that_releases_the_last_of_its_text(raw: Tokenizer, byte_level: ChatTokenizer) -> None:
+    ids = [raw.token_to_id(name) for name in "abcd"]
+    free = _feed(_choice(byte_level, []), ids, 1, None)
+    assert [(piece.text, len(piece.tokens)) for piece in free] == [("a", 1), ("b", 1), ("c", 1), ("d", 1)]
+    held = _feed(_choice(byte_level, ["bcx"]), ids, 1, None)
+    assert [(piece.text, len(piece.tokens)) for piece in held] == [("a", 1), ("", 0), ("", 0), ("bcd", 3)]
+    emoji = _feed(_choice(byte_level, []), raw.encode("👍a").ids, 1, None)
+    assert [(piece.text, len(piece.tokens)) for piece in emoji] == [("", 0), ("", 0), ("", 0), ("👍", 4), ("a", 1)]
+
+
 def test_a_stop_token_counts_but_has_no_text_unless_asked_for(raw: Tokenizer, byte_level: ChatTokenizer) -> None:
     stop_id = raw.token_to_id("<tool>")
     ids = [*raw.encode("fox").ids, stop_id]
