@@ -43,7 +43,7 @@ from shared.worker.streams import Streams
 from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
 from tests.support.eventually import eventually
 from tests.support.fake_runner import GEOMETRY, expected_tokens
-from tests.support.fake_transport import FakeAcceptor, FakeConnector, FakeWire, Fault
+from tests.support.fake_transport import FakeAcceptor, FakeConnector, FakeWire, FakeWriter, Fault
 from tests.support.pair import (
     PAIR_TRANSPORTS,
     Pair,
@@ -537,12 +537,28 @@ async def test_an_abort_waits_for_the_chunk_under_way_and_bars_the_writer_after_
         aborting = asyncio.create_task(sender.abort("test"))
         for _ in range(5):
             await asyncio.sleep(0)
-        assert not aborting.done()  # the sender's blocks are being read
+        assert isinstance(sender._writer, FakeWriter)
+        assert not sender._writer.is_closed  # a block that is being read is read to its end
         assert both.num_reserved() == 1
         wire.may_write.set()
         await aborting
         assert sender._shipping is not None
         assert sender._shipping.done()
+        await both.is_baseline()
+
+
+async def test_a_link_that_the_receiver_does_not_know_any_more_is_made_anew_by_the_next_attempt() -> None:
+    wire = FakeWire()
+    async with pair("grpc", wire) as both:
+        both.expect(100)
+        first = both.sender(0)
+        await first.open(7)
+        await first.abort("test")
+        wire.link = None  # as a receiver forgets it
+        with pytest.raises(Unavailable, match="fake link is gone"):
+            await both.sender(1).open(7)
+        assert await both.sender(2).open(7) == 0
+        both.receiver.forget(b"t" * 16)
         await both.is_baseline()
 
 
