@@ -635,9 +635,10 @@ def test_a_long_prompt_does_not_hold_up_the_server(service: Service) -> None:
 
 def test_a_long_list_of_ids_does_not_hold_up_the_server(service: Service, tokenizer: ChatTokenizer, monkeypatch: Any) -> None:
     """The event loop serves another request while a thread decodes."""
-    is_served = threading.Event()
+    has_begun, is_served = threading.Event(), threading.Event()
 
     def decode(token_ids: list[int]) -> str:
+        has_begun.set()
         return "served" if is_served.wait(10) else "held up"
 
     monkeypatch.setattr(tokenizer, "decode", decode)
@@ -645,6 +646,7 @@ def test_a_long_list_of_ids_does_not_hold_up_the_server(service: Service, tokeni
     body = {"model": MODEL, "tokens": [5]}
     thread = threading.Thread(target=lambda: answers.append(service.http.post("/detokenize", json=body).json()["prompt"]))
     thread.start()
+    assert has_begun.wait(10)
     assert service.http.get("/health").status_code == 200
     is_served.set()
     thread.join()
