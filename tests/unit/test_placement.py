@@ -200,3 +200,24 @@ def test_measured_transfers_decide_whether_a_handoff_pays() -> None:
     fleet = [worker("p", Role.PREFILL), worker("d", Role.DECODE, load=busy(num_running=3))]
     assert place(1000, fleet, {}, {}, transfer_s={"p": 0.01}) == Placement(*fleet)
     assert place(1000, fleet, {}, {}, transfer_s={"p": 10.0}) == Placement(None, fleet[1])
+
+
+def test_a_full_batch_loses_to_a_free_slot_and_the_fuller_of_two_to_the_other() -> None:
+    full = worker("full", Role.COLOCATED, load=replace(IDLE, num_running=8))
+    last_slot = worker("last slot", Role.COLOCATED, load=replace(IDLE, num_running=7, num_waiting_tokens=500))
+    assert place(100, [full, last_slot], {}, {}).decode == last_slot  # though half a second of prompts is ahead there
+    overfull = worker("overfull", Role.COLOCATED, load=replace(IDLE, num_running=8, num_waiting=1))
+    assert place(100, [overfull, full], {}, {}).decode == full
+
+
+def test_the_same_weights_pair_in_a_fixed_example_with_a_cheap_wrong_partner() -> None:
+    right = worker("right", Role.PREFILL, load=busy(num_waiting_tokens=3000))
+    wrong = worker("wrong", Role.PREFILL, digest="other")
+    decode = worker("decode", Role.DECODE)
+    assert place(2000, [wrong, right, decode], {}, {}, always_hand_off=True) == Placement(right, decode)
+    assert place(2000, [wrong, decode], {}, {}, always_hand_off=True) == Placement(None, decode)
+
+
+def test_order_is_worked_out_for_equals_only_and_does_not_decide_against_cost() -> None:
+    fleet = [worker(name, Role.COLOCATED, load=busy(num_running=i)) for i, name in enumerate("abc")]
+    assert {place(100, fleet, {}, {}, (), str(n)).decode.worker_id for n in range(30)} == {"a"}
