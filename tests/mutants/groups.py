@@ -42,6 +42,7 @@ GROUPS: dict[str, Group] = {
             "tests/unit/test_receiver*.py",
             "tests/unit/test_sender*.py",
             "tests/services/test_handoff*.py",
+            "tests/services/test_receiver*.py",
             "tests/services/test_split_pools*.py",
         ),
     ),
