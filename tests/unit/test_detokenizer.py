@@ -205,6 +205,13 @@ def test_a_character_that_the_prompt_begins_is_finished_by_the_output(
             assert "".join(_pieces(tokenizer, ids[cut:], False, long_prompt)) == char
 
 
+def test_ids_that_stand_for_nothing_do_not_end_a_character(sentencepiece_like: Tokenizer) -> None:
+    nothing = sentencepiece_like.get_vocab_size() + 1
+    first, *rest = [sentencepiece_like.token_to_id(f"<0x{byte:02X}>") for byte in "é".encode()]
+    ids = [first, nothing, *rest]
+    assert "".join(_pieces(_wrap(sentencepiece_like), ids, False)) == sentencepiece_like.decode(ids) == "é"
+
+
 def test_the_first_space_is_kept_behind_a_prompt_and_dropped_at_the_beginning(sentencepiece_like: Tokenizer) -> None:
     tokenizer = _wrap(sentencepiece_like)
     the = sentencepiece_like.token_to_id("▁the")
@@ -316,6 +323,9 @@ def test_a_token_goes_out_in_the_piece_that_releases_the_last_of_its_text(raw: T
     assert [(piece.text, len(piece.tokens)) for piece in free] == [("a", 1), ("b", 1), ("c", 1), ("d", 1)]
     held = _feed(_choice(byte_level, ["bcx"]), ids, 1, None)
     assert [(piece.text, len(piece.tokens)) for piece in held] == [("a", 1), ("", 0), ("", 0), ("bcd", 3)]
+    cut_ids = [raw.token_to_id("<tool>"), raw.token_to_id("d")]  # the end of the first token is held back
+    cut = _feed(_choice(byte_level, [">x"]), cut_ids, 1, None)
+    assert [(piece.text, len(piece.tokens)) for piece in cut] == [("<tool", 0), (">d", 2)]
     emoji = _feed(_choice(byte_level, []), raw.encode("👍a").ids, 1, None)
     assert [(piece.text, len(piece.tokens)) for piece in emoji] == [("", 0), ("", 0), ("", 0), ("👍", 4), ("a", 1)]
 
