@@ -35,6 +35,7 @@ class SamplingParams:
     num_logprobs: int | None = None  # None: no logprobs; k: of the chosen token and the k best
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     n: int = 1
+    ignored_eos_token_ids: tuple[int, ...] = ()  # end nothing, but cannot be sampled before min_tokens either
 
     def __post_init__(self) -> None:
         _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
@@ -98,6 +99,7 @@ class Request:
         for name, ids in (
             ("prompt", self.token_ids),
             ("stop_token_ids", sampling.stop_token_ids),
+            ("ignored_eos_token_ids", sampling.ignored_eos_token_ids),
             ("logit_bias", sampling.logit_bias),
         ):
             if ids and not 0 <= min(ids) <= max(ids) < vocab_size:

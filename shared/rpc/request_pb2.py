@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18shared/rpc/request.proto\x12\x0ctwostroke.v1\"\x9b\x03\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x0c\n\x04seed\x18\x06 \x01(\x06\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\t \x01(\x02\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x19\n\x0cnum_logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x12?\n\nlogit_bias\x18\r \x03(\x0b\x32+.twostroke.v1.SamplingParams.LogitBiasEntry\x12\t\n\x01n\x18\x0e \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0f\n\r_num_logprobs\"\x9e\x01\n\x07Request\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.twostroke.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"|\n\x05Token\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x30\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x1a.twostroke.v1.TokenLogprobB\n\n\x08_logprob*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18shared/rpc/request.proto\x12\x0ctwostroke.v1\"\xba\x03\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x0c\n\x04seed\x18\x06 \x01(\x06\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\t \x01(\x02\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x19\n\x0cnum_logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x12?\n\nlogit_bias\x18\r \x03(\x0b\x32+.twostroke.v1.SamplingParams.LogitBiasEntry\x12\t\n\x01n\x18\x0e \x01(\r\x12\x1d\n\x15ignored_eos_token_ids\x18\x0f \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0f\n\r_num_logprobs\"\x9e\x01\n\x07Request\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.twostroke.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"|\n\x05Token\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x30\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x1a.twostroke.v1.TokenLogprobB\n\n\x08_logprob*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,16 +33,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=794
-  _globals['_FINISHREASON']._serialized_end=889
+  _globals['_FINISHREASON']._serialized_start=825
+  _globals['_FINISHREASON']._serialized_end=920
   _globals['_SAMPLINGPARAMS']._serialized_start=43
-  _globals['_SAMPLINGPARAMS']._serialized_end=454
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=389
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=437
-  _globals['_REQUEST']._serialized_start=457
-  _globals['_REQUEST']._serialized_end=615
-  _globals['_TOKENLOGPROB']._serialized_start=617
-  _globals['_TOKENLOGPROB']._serialized_end=666
-  _globals['_TOKEN']._serialized_start=668
-  _globals['_TOKEN']._serialized_end=792
+  _globals['_SAMPLINGPARAMS']._serialized_end=485
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=420
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=468
+  _globals['_REQUEST']._serialized_start=488
+  _globals['_REQUEST']._serialized_end=646
+  _globals['_TOKENLOGPROB']._serialized_start=648
+  _globals['_TOKENLOGPROB']._serialized_end=697
+  _globals['_TOKEN']._serialized_start=699
+  _globals['_TOKEN']._serialized_end=823
 # @@protoc_insertion_point(module_scope)

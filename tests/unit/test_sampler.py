@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from shared.base.request import Request, SamplingParams, choice_seed
+from shared.base.request import Request, SamplingParams, choice_seed, finish_reason
 from shared.engine.compute.penalties import adjust_logits, needs_adjusting
 from shared.engine.compute.sampler import NotFiniteLogits, Sampler
 from shared.engine.compute.uniform import uniforms
@@ -287,6 +287,16 @@ def test_stop_tokens_are_masked_until_min_tokens_are_out() -> None:
     options: dict[str, Any] = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (order[0], order[1])}
     tokens = [ids_of(sample(logits, item(output=tuple(range(k)), **options)))[0][0] for k in range(4)]
     assert tokens == [order[2], order[2], order[0], order[0]]
+
+
+def test_ignored_end_tokens_are_masked_until_min_tokens_are_out_as_in_vllm() -> None:
+    logits = random_logits(1, seed=25)
+    order = logits[0].argsort(descending=True).tolist()
+    for stops, ignored in (((), (order[0], order[1])), ((order[1],), (order[0],))):
+        options: dict[str, Any] = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": stops, "ignored_eos_token_ids": ignored}
+        tokens = [ids_of(sample(logits, item(output=tuple(range(k)), **options)))[0][0] for k in range(4)]
+        assert tokens == [order[2], order[2], order[0], order[0]]
+    assert finish_reason(SamplingParams(max_tokens=9, ignored_eos_token_ids=(5,)), 5, 3) is None
 
 
 def test_ids_outside_the_vocabulary_are_passed_over() -> None:

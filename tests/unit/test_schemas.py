@@ -146,6 +146,8 @@ def test_sampling_values_arrive() -> None:
 def test_eos_ends_an_output_unless_ignored() -> None:
     assert sampling(stop_token_ids=[9]).stop_token_ids == (0, 2, 9)
     assert sampling(stop_token_ids=[9], ignore_eos=True).stop_token_ids == (9,)
+    assert sampling(ignore_eos=True, min_tokens=3).ignored_eos_token_ids == (0, 2)
+    assert sampling(ignore_eos=True).ignored_eos_token_ids == sampling(min_tokens=3).ignored_eos_token_ids == ()
 
 
 def test_a_request_without_seed_or_with_seed_minus_one_gets_a_random_one() -> None:

@@ -30,6 +30,7 @@ def test_every_id_of_the_vocabulary_is_taken():
         ("prompt", lambda wrong: request((wrong,))),
         ("prompt", lambda wrong: request((1, 2, wrong), 1)),  # output of another worker
         ("stop_token_ids", lambda wrong: request(stop_token_ids=(3, wrong))),
+        ("ignored_eos_token_ids", lambda wrong: request(ignored_eos_token_ids=(wrong,))),
         ("logit_bias", lambda wrong: request(logit_bias={3: 1.0, wrong: 1.0})),
     ],
 )

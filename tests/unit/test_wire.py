@@ -32,6 +32,7 @@ SAMPLING = st.builds(
     num_logprobs=st.none() | st.integers(0, 20),
     logit_bias=st.dictionaries(TOKEN_IDS, FLOATS, max_size=4),
     n=st.integers(1, 128),
+    ignored_eos_token_ids=st.lists(TOKEN_IDS, max_size=4).map(tuple),
 )
 TOKENS = st.builds(
     Token,

@@ -1,6 +1,7 @@
 """What changes logits before sampling, for the rows of a step that ask for it.
 
-In this order, which is vLLM's: a mask on stop tokens while fewer than min_tokens are out; logit bias; repetition penalty (Keskar et
+In this order, which is vLLM's: a mask on stop tokens, and on end tokens that are ignored, while fewer than
+min_tokens are out; logit bias; repetition penalty (Keskar et
 al. 2019, CTRL) over prompt and output; presence and frequency penalty over the output, as OpenAI defines them.
 
 Each kind is one list of (row, token id, value) for the whole step and one operation on the logits.
@@ -33,7 +34,7 @@ def adjust_logits(logits: Tensor, rows: Sequence[ScheduledSequence]) -> None:
     for row, scheduled in enumerate(rows):
         sequence, sampling = scheduled.sequence, scheduled.sequence.request.sampling
         if _is_stop_masked(scheduled):
-            biased.add(row, np.unique(np.array(sampling.stop_token_ids)), -np.inf)
+            biased.add(row, np.unique(np.array(sampling.stop_token_ids + sampling.ignored_eos_token_ids)), -np.inf)
         if sampling.logit_bias:
             biased.add(row, np.array(list(sampling.logit_bias)), np.array(list(sampling.logit_bias.values())))
         if sampling.repetition_penalty != 1.0:
@@ -59,7 +60,7 @@ def _add(logits: Tensor, entries: _Entries) -> None:
 def _is_stop_masked(scheduled: ScheduledSequence) -> bool:
     """Goes by the plan, because the token before may not be known yet."""
     sampling = scheduled.sequence.request.sampling
-    return bool(sampling.stop_token_ids) and scheduled.sample_index < sampling.min_tokens
+    return scheduled.sample_index < sampling.min_tokens and bool(sampling.stop_token_ids or sampling.ignored_eos_token_ids)
 
 
 class _Entries:

@@ -53,7 +53,7 @@ class Samples:
 
     scheduled: Sequence[ScheduledSequence]
     token_ids: Tensor  # [N] int64, on the device: num_samples of each sequence, in the plan's order
-    host_token_ids: Tensor  # [N]
+    known_token_ids: Tensor  # [N], in main memory, once the fence is passed
     largest: Tensor  # [R], main memory: greatest adjusted logit of each row; NaN if any is, infinite if one is or none is finite
     logprobs: _Logprobs | None
     fence: Fence
@@ -68,7 +68,7 @@ class Samples:
         bad = [s.sequence.id for s, value in zip(rows, self.largest.tolist(), strict=True) if not _is_usable(value, s)]
         if bad:
             raise NotFiniteLogits(bad)
-        tokens = iter([SampledToken(token_id) for token_id in self.host_token_ids.tolist()])
+        tokens = iter([SampledToken(token_id) for token_id in self.known_token_ids.tolist()])
         samples = [[next(tokens) for _ in range(s.num_samples)] for s in self.scheduled]
         if self.logprobs is not None:
             _attach(self.logprobs, rows, [tokens for tokens in samples if tokens])
