@@ -17,6 +17,7 @@ from shared.engine.compute.sampler import NotFiniteLogits, Sampler
 from shared.engine.compute.uniform import uniforms
 from shared.engine.schedule.plan import SampledToken, ScheduledSequence
 from shared.engine.schedule.sequence import Sequence
+from shared.kernels.interface import SamplingBatch
 from shared.kernels.reference import ReferenceKernels
 
 VOCAB_SIZE = 40
@@ -138,6 +139,35 @@ def test_a_temperature_near_zero_and_a_top_p_of_zero_are_greedy(cold: dict[str, 
     logits[0] *= 1e36  # would overflow
     sampled = ids_of(sample(logits, *[item(seed=i, **cold) for i in range(50)]))
     assert sampled == [[token_id] for token_id in logits.argmax(-1).tolist()]
+
+
+@pytest.mark.parametrize("cold", [{"temperature": 1.18e-38}, {"temperature": 9.99e-6}, {"top_p": 0.0}])
+def test_a_cold_row_is_greedy_beside_one_that_draws(cold: dict[str, float]) -> None:
+    logits = random_logits(2, seed=26) * 1e30
+    logits[1] /= 1e30
+    assert ids_of(sample(logits, item(**cold), item(seed=3)))[0] == [int(logits[0].argmax())]
+
+
+def batch_of(*items: ScheduledSequence) -> SamplingBatch:
+    """What a sampler asks of its kernels for these rows."""
+    asked = []
+
+    class Recording(ReferenceKernels):
+        def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+            asked.append(batch)
+            return super().sample(logits, batch)
+
+    Sampler(Recording()).launch(random_logits(len(items), seed=27), items).wait()
+    return asked[0]
+
+
+def test_kernels_are_told_when_no_row_draws_or_filters() -> None:
+    greedy, plain = item(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5), item(seed=1)
+    assert batch_of(greedy, greedy).all_greedy is True
+    assert batch_of(greedy, plain).all_greedy is False
+    assert batch_of(greedy, plain).needs_filter is False
+    for filters in ({"top_k": 1}, {"top_p": 0.99}, {"min_p": 0.01}):
+        assert batch_of(greedy, plain, item(**filters)).needs_filter is True
 
 
 def test_the_lowest_temperature_that_is_one_draws() -> None:
@@ -350,3 +380,9 @@ def test_scores_that_overflow_after_a_penalty_or_the_division_are_refused(size: 
     assert caught.value.request_ids == ["broken"]
     fine = {name: value for name, value in sampling.items() if name == "logit_bias"}
     assert len(sample(logits, item(temperature=2.0, **fine), item(temperature=0.0))) == 2
+
+
+def test_all_broken_requests_are_named() -> None:
+    with pytest.raises(NotFiniteLogits, match=r"for request a, b$") as caught:
+        sample(torch.full((2, VOCAB_SIZE), math.nan), item("a"), item("b"))
+    assert caught.value.request_ids == ["a", "b"]
