@@ -144,7 +144,7 @@ class GenerationBody(Body):
             num_logprobs=num_logprobs,
             logit_bias=self._logit_bias(tokenizer.vocab_size),
             n=self.n,
-            ignored_eos_token_ids=tuple(sorted(eos_token_ids)) if self.ignore_eos and self.min_tokens else (),
+            ignored_eos_token_ids=tuple(sorted(tokenizer.eos_token_ids)) if self.ignore_eos and self.min_tokens else (),
         )
 
     def _filters(self, defaults: SamplingDefaults) -> SamplingDefaults:
