@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -22,8 +23,14 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def zeroed_storage(size_bytes: int, device: torch.device) -> Tensor:
-    """[size_bytes] uint8. Zeroed, which also makes sure that the memory is really there."""
-    return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+    """[size_bytes] uint8, zero. On a CPU a page takes memory when it is first written: a worker starts at once, and an idle one is
+    small. Large pages where the kernel gives them, since decode attention reads blocks in random order."""
+    if device.type != "cpu":
+        return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class SharedStorage:
