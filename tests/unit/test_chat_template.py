@@ -144,6 +144,13 @@ def test_tokens_that_the_model_does_not_have_are_refused_by_name() -> None:
     assert asyncio.run(_tokenizer(TEMPLATE, vocab_size=tool + 1).encode(["<tool>"], add_special_tokens=True)) == [[tool]]
 
 
+def test_the_last_token_of_a_vocabulary_is_refused_where_the_model_has_one_less() -> None:
+    last = tiny_tokenizer().get_vocab_size() - 1
+    tokenizer = _tokenizer(TEMPLATE, vocab_size=last)
+    with pytest.raises(InvalidRequest, match=f"id {last}"):
+        asyncio.run(tokenizer.encode([tiny_tokenizer().id_to_token(last)], add_special_tokens=True))
+
+
 def test_ends_of_output_that_the_model_does_not_have_are_left_out() -> None:
     assert _tokenizer(TEMPLATE, vocab_size=2, eos_token_ids=frozenset({0, 1, 7})).eos_token_ids == {0, 1}
     assert _tokenizer(TEMPLATE, vocab_size=3).eos_token_ids == {EOS_ID}
@@ -176,6 +183,8 @@ def test_systems_are_merged_at_the_head_where_the_template_takes_only_one() -> N
     late = [{"role": "system", "content": "s"}, *_user("u"), {"role": "developer", "content": "d"}, *_user("v")]
     assert _tokenizer(ONE_SYSTEM).render_chat(late, False, {}) == "<<s\n\nd>>[user]u[user]v"
     assert _tokenizer(ONE_SYSTEM).render_chat(late[1:], False, {}) == "<<d>>[user]u[user]v"
+    two = [{"role": "system", "content": "s"}, {"role": "system", "content": "t"}, *_user("u")]
+    assert _tokenizer(ONE_SYSTEM).render_chat(two, False, {}) == "<<s\n\nt>>[user]u"
     assert _tokenizer(ONE_SYSTEM).render_chat(_user("u"), False, {}) == "[user]u"
     chatml = _tokenizer(TEMPLATE).render_chat(late, False, {})
     assert [line for line in chatml.split("<|im_start|>") if line] == [

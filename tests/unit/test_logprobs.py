@@ -107,3 +107,9 @@ def test_the_chosen_token_is_among_those_of_a_completion_with_its_own_logprob(by
 
 def test_minus_infinity_is_written_as_a_number(byte_level: Vocabulary) -> None:
     assert LogprobWriter(byte_level).for_completion([_one(10, -math.inf, (), "x")])["token_logprobs"] == [LOWEST_LOGPROB]
+
+
+def test_of_two_tokens_with_the_same_text_the_chosen_one_counts(llama_like: Vocabulary) -> None:
+    ids_of = {llama_like.name(i): i for i in range(261)}
+    shown = _one(ids_of["a"], -0.5, ((ids_of["a"], -0.5), (ids_of["<0x61>"], -2.0)), "a")
+    assert LogprobWriter(llama_like).for_completion([shown])["top_logprobs"] == [{"a": -0.5}]
