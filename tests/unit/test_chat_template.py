@@ -101,6 +101,13 @@ def test_parts_cannot_be_joined_to_a_special_token() -> None:
     assert _encode(tokenizer, _user(parts)).count(EOS_ID) == 1
 
 
+def test_other_added_tokens_in_messages_stay_tokens_beside_special_ones_too() -> None:
+    tool = tiny_tokenizer().token_to_id("<tool>")
+    tokenizer = _tokenizer("<tool>{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    for text in ("a<tool>b", "a<tool>b<|im_end|>"):
+        assert _encode(tokenizer, _user(text)).count(tool) == 2
+
+
 def test_special_tokens_in_messages_are_parsed_on_request() -> None:
     tokenizer, oracle = _tokenizer(TEMPLATE), _raw(TEMPLATE)
     expected = oracle.apply_chat_template(_user(HOSTILE), tokenize=True, return_dict=False)
