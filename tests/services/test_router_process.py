@@ -61,7 +61,7 @@ class Stack:
 
 @pytest.fixture
 async def stack(tmp_path: Path, valkey: TestValkey) -> AsyncIterator[Stack]:
-    worker = await FakeWorker(Role.COLOCATED, config=WorkerConfig(max_model_len=200)).start()
+    worker = await FakeWorker(Role.COLOCATED, config=WorkerConfig(model="tiny", max_model_len=200)).start()
     registration = Registration(valkey.url, worker.info, worker.worker.engine, Keys())
     await registration.start()
     yield Stack(worker, save_tiny_tokenizer(tmp_path), valkey)
