@@ -14,6 +14,7 @@ from shared.base.worker_info import Role
 from shared.rpc import control_pb2, control_pb2_grpc
 from shared.wire.conversions import request_to_wire
 from tests.support.cluster import Cluster, FakeWorker, cluster, prompt_of, request
+from tests.support.eventually import eventually
 from tests.support.fake_runner import VOCAB_SIZE, expected_tokens
 
 OUTSIDE: list[tuple[str, dict[str, Any]]] = [
@@ -37,6 +38,7 @@ async def assert_it_serves(made: Cluster) -> None:
     prompt = prompt_of(20)
     assert await made.run(request(prompt)) == {0: expected_tokens(prompt, 8)}
     for worker in made.workers:
+        await eventually(worker.is_idle)
         worker.check_baseline()
 
 
