@@ -170,6 +170,13 @@ def test_a_client_that_leaves_with_requests_pipelined_ends_the_one_under_way(ser
 # Writing
 
 
+def test_what_is_written_goes_out_at_once(service: Service) -> None:
+    with service.connect(b"GET /health HTTP/1.1\r\n\r\n") as connection:
+        assert statuses(connection.recv(1000)) == [200]
+        [accepted] = [each for each in service.accepted_sockets() if each.getpeername() == connection.getsockname()]
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
 async def test_streams_of_clients_that_do_not_read_end_with_their_deadline(tokenizer: ChatTokenizer, raw: Tokenizer) -> None:
     service = Service(tokenizer, raw, request_timeout_s=3, max_concurrent_requests=8)
     connections = []

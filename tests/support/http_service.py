@@ -155,6 +155,11 @@ class Service:
         connection.sendall(sent)
         return connection
 
+    def accepted_sockets(self) -> list[Any]:
+        """Those of all connections, as the server has them."""
+        connections: Any = list(self._server.connections)
+        return [connection.transport.get_extra_info("socket") for connection in connections]
+
     def is_a_client_stuck(self) -> bool:
         return any(connection.is_stuck for connection in list(self._server.connections))
 
