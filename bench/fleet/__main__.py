@@ -110,7 +110,7 @@ class _Router:
     async def all_heard(self, num_workers: int) -> None:
         async with asyncio.timeout(_START_TIMEOUT_S):
             while len(self.watcher.workers) < num_workers:
-                await self._fleet.wait_for_change()
+                await self._fleet.next_change_of_members().wait()
 
     async def place(self, holder: int, number: int) -> tuple[float, float, bool]:
         """Seconds that the choice computes and that the lookup takes, and whether the holder was found."""

@@ -6,9 +6,12 @@ import asyncio
 
 import pytest
 
+from services.router.dispatch import dispatcher
+from services.router.dispatch.placement import Placement
 from shared.base.errors import InvalidRequest, Unavailable
 from shared.base.request import Output
 from shared.base.worker_info import Role
+from shared.options.worker import WorkerConfig
 from tests.support.cluster import Cluster, cluster, collect_tokens, prompt_of, request
 from tests.support.fake_runner import expected_tokens
 
@@ -141,3 +144,52 @@ async def test_ready_only_after_a_pair_has_served_a_canary() -> None:
         async with asyncio.timeout(5):
             await made.dispatcher.wait_ready()
         assert made.dispatcher.is_ready() is None
+
+
+async def test_models_are_ready_and_bounded_each_for_itself() -> None:
+    async with cluster() as made:
+        with pytest.raises(Unavailable, match="'a'"):
+            made.dispatcher.max_model_len("a")
+        await made.dispatcher.start()
+        change = asyncio.create_task(made.dispatcher.wait_for_change())
+        await asyncio.sleep(0)
+        worker = await made.add(Role.COLOCATED, config=WorkerConfig(model="models/a"))
+        await made.add(Role.DECODE, config=WorkerConfig(model="models/b"))
+        async with asyncio.timeout(5):
+            await change
+            await made.dispatcher.wait_ready("a")
+        assert made.dispatcher.is_ready() is None
+        assert "no prefill worker of model 'b'" in (made.dispatcher.is_ready("b") or "")
+        assert made.dispatcher.is_ready("c") == "no decode worker of model 'c' is registered"
+        assert {name: pool.source for name, pool in made.dispatcher.models().items()} == {"a": "models/a", "b": "models/b"}
+        assert made.dispatcher.max_model_len("a") == worker.info().max_model_len
+        with pytest.raises(Unavailable):
+            made.dispatcher.max_model_len("")
+        await made.remove(worker)
+        assert list(made.dispatcher.models()) == ["b"]
+        assert made.dispatcher.max_model_len("a") == worker.info().max_model_len  # so that a request can wait for its next worker
+
+
+async def test_a_canary_that_fails_is_logged_once_and_tried_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "_CANARY_FIRST_RETRY_S", 0.01)
+    num_tries = 0
+
+    async def fail_four_times(self: dispatcher.Dispatcher, placement: Placement) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries < 5:
+            raise Unavailable("cold")
+
+    monkeypatch.setattr(dispatcher.Dispatcher, "_send_canary", fail_four_times)
+    async with cluster() as made:
+        worker = await made.add(Role.COLOCATED)
+        await made.dispatcher.start()
+        async with asyncio.timeout(5):
+            await made.dispatcher.wait_ready()
+        made.announce(worker)  # a heartbeat
+        assert num_tries == 5
+    assert [record.message for record in caplog.records if "canary" in record.message] == [
+        f"canary to {worker.info().worker_id} failed: cold"
+    ]

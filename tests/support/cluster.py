@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -101,6 +101,7 @@ class Cluster:
         self.fleet = Fleet(self.watcher, NoPrefixes(), self.channels, always_hand_off=True)  # type: ignore[arg-type]
         self.dispatcher = Dispatcher(self.fleet, worker_wait_s=5.0)
         self.workers: list[FakeWorker] = []
+        self.closers: list[Callable[[], Awaitable[None]]] = []
 
     async def add(self, role: Role, num_blocks: int = 64, **kwargs: object) -> FakeWorker:
         worker = await FakeWorker(role, num_blocks, **{"config": self._config, **kwargs}).start()  # type: ignore[arg-type]
@@ -111,6 +112,16 @@ class Cluster:
     def announce(self, worker: FakeWorker) -> None:
         self.watcher.workers[worker.info().worker_id] = worker.info()
         self.fleet.notify_change(worker.info().worker_id)
+
+    def announce_info(self, info: WorkerInfo, address: str) -> WorkerInfo:
+        """A worker that is none of ours, at this address."""
+        info = replace(info, address=address)
+        self.watcher.workers[info.worker_id] = info
+        self.fleet.notify_change(info.worker_id)
+        return info
+
+    def at_end(self, closer: Callable[[], Awaitable[None]]) -> None:
+        self.closers.append(closer)
 
     async def remove(self, worker: FakeWorker, forget: bool = True) -> None:
         if forget:
@@ -146,6 +157,8 @@ async def cluster(cluster_secret: str = "") -> AsyncIterator[Cluster]:
         await made.dispatcher.stop()
         for worker in list(made.workers):
             await worker.stop()
+        for closer in made.closers:
+            await closer()
         await made.channels.close()
 
 

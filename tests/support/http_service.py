@@ -14,6 +14,7 @@ import openai
 from tokenizers import Tokenizer
 
 from services.router.config import RouterConfig
+from services.router.dispatch.model_pool import ModelPool
 from services.router.http.app import create_app
 from services.router.http.server import HttpServer
 from services.router.http.stopping import Stopping
@@ -47,6 +48,8 @@ class FakeBackend:
     script: Script = field(default_factory=Script)
     requests: list[Request] = field(default_factory=list)
     deadlines_s: list[float] = field(default_factory=list)
+    pools: dict[str, ModelPool] = field(default_factory=lambda: {MODEL: ModelPool(MODEL, "", "", MAX_MODEL_LEN, 8)})
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: list[int] = field(default_factory=list)  # choices
     started: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     closed: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -59,10 +62,17 @@ class FakeBackend:
     def is_ready(self) -> str | None:
         return self.script.not_ready
 
-    @property
-    def max_model_len(self) -> int:
+    def models(self) -> dict[str, ModelPool]:
+        return {} if self.script.not_ready else self.pools
+
+    async def wait_for_change(self) -> None:
+        await self.changed.wait()
+        self.changed.clear()
+
+    def max_model_len(self, model: str) -> int:
         if self.script.not_ready:
             raise Unavailable(self.script.not_ready)
+        assert model in self.pools
         return MAX_MODEL_LEN
 
     def say(self, **fields: Any) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
+from services.router.dispatch.model_pool import ModelPool
 from shared.base.request import Output, Request
 
 
@@ -37,6 +38,12 @@ class Backend(Protocol):
     def is_ready(self) -> str | None:
         """None if a request would succeed now, else one line that says why not."""
 
-    @property
-    def max_model_len(self) -> int:
-        """Longest sequence, in tokens, that every usable worker takes. Raises Unavailable if there is none."""
+    def models(self) -> Mapping[str, ModelPool]:
+        """By served name, the models that can be served now."""
+
+    def max_model_len(self, model: str) -> int:
+        """Longest sequence, in tokens, that every worker of the model takes; of the only model if the name is empty. Raises
+        Unavailable if it has never been served."""
+
+    async def wait_for_change(self) -> None:
+        """Until `models` may have changed."""

@@ -4,7 +4,7 @@
      │          ├ prefill failed for good: the decode worker computes the prompt itself
      │          ├ decode failed before a token: the next worker
      │          └ decode failed later: the tokens so far become part of the prompt, and another pair goes on at the next index
-     └ nobody can serve: wait, at growing intervals, or until a worker joins
+     └ nobody can serve: wait, at growing intervals, or until workers come or go
 
 Sampling depends on (seed, position) alone, so a continuation is what the first worker would have
 produced. That holds for workers of one digest: the first token binds the request to it.
@@ -99,12 +99,12 @@ class Failover:
             log.warning("request %s failed: %s", self._request.request_id, failed)
             raise shown_to_client(failed.error)
         if retries.must_pause:
-            await _pause(self._fleet.next_to_join(), retries)
+            await _pause(self._fleet.next_change_of_members(), retries)
 
     async def _place(self, request: Request, retries: Retries) -> Placement:
         """Waits while nobody can serve. Raises Unavailable."""
         while True:
-            joins = self._fleet.next_to_join()
+            changed = self._fleet.next_change_of_members()
             try:
                 placement = await self._fleet.place(request, retries.exclude, digest=self._digest)
                 return placement if retries.may_hand_off else Placement(prefill=None, decode=placement.decode)
@@ -112,7 +112,7 @@ class Failover:
                 if retries.is_time_up:
                     raise error from None
             retries.begin_round()
-            await _pause(joins, retries)
+            await _pause(changed, retries)
 
     async def _attempt(self, turn: Sequence[Choice], placement: Placement) -> None:
         self._num_attempts += 1
@@ -149,8 +149,8 @@ def _turn(choices: Sequence[Choice], placement: Placement) -> Sequence[Choice]:
     return [choice for i, choice in enumerate(choices[:num_seats]) if choice.index == first.index + i]
 
 
-async def _pause(joins: asyncio.Event, retries: Retries) -> None:
+async def _pause(changed: asyncio.Event, retries: Retries) -> None:
     """Cut short by a worker that joins: it may be the one that can serve."""
     with suppress(TimeoutError):
         async with asyncio.timeout(retries.next_pause_s()):
-            await joins.wait()
+            await changed.wait()

@@ -34,12 +34,11 @@ class Fleet:
         self._channels = channels
         self._always_hand_off = always_hand_off
         self._rests = Rests()
-        self._boots: dict[WorkerId, BootId] = {}  # as last seen
+        self._members: dict[WorkerId, tuple[BootId, bool]] = {}  # as last seen: which start, and whether it drains
         self._sent: Counter[WorkerId] = Counter()  # worker id -> requests sent since its last heartbeat
         self._transfer_s: dict[WorkerId, float] = {}  # prefill worker id -> moving average
         self._pools = Pools()
-        self._changed = asyncio.Event()
-        self._joins = asyncio.Event()
+        self._members_changed = asyncio.Event()
 
     def notify_change(self, worker_id: WorkerId) -> None:
         """A worker appeared, went, or reported its load, which now includes what was sent before."""
@@ -49,21 +48,20 @@ class Fleet:
         elif worker_id in self._transfer_s:  # a slow one is tried again some day, although it is not used meanwhile
             self._transfer_s[worker_id] *= _FADING_PER_HEARTBEAT
         self._pools.see(worker_id, self._watcher.workers.get(worker_id))
-        self._notice_boot(worker_id)
-        self._changed.set()
+        self._notice_members(worker_id)
 
-    async def wait_for_change(self) -> None:
-        """Until a worker appears, goes, or reports."""
-        self._changed.clear()
-        await self._changed.wait()
-
-    def next_to_join(self) -> asyncio.Event:
-        """Set when a worker joins that was not there, or was restarted. Heartbeats do not count."""
-        return self._joins
+    def next_change_of_members(self) -> asyncio.Event:
+        """Set when a worker joins, is restarted, drains or goes. Heartbeats do not count. Ask before looking at the workers: then
+        no change is missed."""
+        return self._members_changed
 
     def live(self) -> list[WorkerInfo]:
         """All that take requests, of all models, and whose processes are seen to make progress."""
         return [w for w in self._watcher.workers.values() if not w.draining and not self._watcher.is_stale(w.worker_id)]
+
+    def decoder_boots(self) -> set[BootId]:
+        """Of all decode workers that do not drain, also of those whose heartbeats are overdue."""
+        return {w.boot_id for w in self._watcher.workers.values() if w.role.can_decode and not w.draining}
 
     def models(self) -> Mapping[str, ModelPool]:
         """By served name, what can be served now."""
@@ -190,17 +188,19 @@ class Fleet:
     def succeeded(self, worker: WorkerInfo) -> None:
         self._rests.succeeded(worker)
 
-    def _notice_boot(self, worker_id: WorkerId) -> None:
-        worker, before = self._watcher.workers.get(worker_id), self._boots.pop(worker_id, None)
-        if worker is not None:
-            self._boots[worker_id] = worker.boot_id
-        if before is not None and (worker is None or worker.boot_id != before):
-            self._rests.forget(before)
-        if worker is not None and worker.boot_id != before:
-            self._joins.set()
-            self._joins = asyncio.Event()
+    def _notice_members(self, worker_id: WorkerId) -> None:
+        worker, before = self._watcher.workers.get(worker_id), self._members.pop(worker_id, None)
+        now = None if worker is None else (worker.boot_id, worker.draining)
+        if now is not None:
+            self._members[worker_id] = now
+        if before is not None and (now is None or now[0] != before[0]):
+            self._rests.forget(before[0])
+        if now != before:
+            self._members_changed.set()
+            self._members_changed = asyncio.Event()
 
 
 def can_pair(prefill: WorkerInfo, decode: WorkerInfo) -> bool:
     """Whether blocks can move from one to the other."""
-    return prefill.role is Role.PREFILL and decode.role is Role.DECODE and prefill.digest == decode.digest
+    is_pair = prefill.role is Role.PREFILL and decode.role is Role.DECODE
+    return is_pair and (prefill.model, prefill.digest) == (decode.model, decode.digest)

@@ -64,7 +64,8 @@ class Frontend:
                 "allowed",
                 param="n",
             )
-        max_model_len = self.backend.max_model_len
+        model = self.settings.model_name
+        max_model_len = self.backend.max_model_len(model)
         cache_salt = self._cache_salt(context, body)
         requests = []
         for i, token_ids in enumerate(prompts):
@@ -72,7 +73,7 @@ class Frontend:
             if not body.stream:
                 fitted = limits.fit_result(num_choices, fitted, num_logprobs, is_asked=max_tokens is not None)
             sampling = body.sampling(fitted, num_logprobs, self.tokenizer)
-            requests.append(engine.Request(f"{request_id}-{i}", token_ids, len(token_ids), sampling, cache_salt))
+            requests.append(engine.Request(f"{request_id}-{i}", token_ids, len(token_ids), sampling, cache_salt, model))
         text = TextOptions(body.stop, body.include_stop_str_in_output, body.skip_special_tokens)
         return Run(self.backend, self.tokenizer, requests, text, arrived_at=context.arrived_at, deadline_at=context.deadline_at)
 

@@ -36,6 +36,6 @@ class Models:
     def _max_model_len(self) -> int | None:
         """None while no worker says."""
         try:
-            return self._frontend.backend.max_model_len
+            return self._frontend.backend.max_model_len(self._frontend.settings.model_name)
         except Unavailable:
             return None

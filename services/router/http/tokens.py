@@ -22,7 +22,7 @@ class Tokens:
         body = await self._frontend.read(http, TokenizeBody)
         self._frontend.check_model(body.model)
         token_ids = await (self._prompt(body) if body.prompt is not None else self._chat(body))
-        max_model_len = self._frontend.backend.max_model_len
+        max_model_len = self._frontend.backend.max_model_len(self._frontend.settings.model_name)
         return json_response({"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids})
 
     async def detokenize(self, http: Request) -> Response:
