@@ -290,8 +290,8 @@ class Engine:
             os._exit(BROKEN)
 
 
-def _exit_stuck(lasted_s: float) -> None:
-    log.critical("a step has not ended after %.1f s; exiting, so that others continue its requests", lasted_s)
+def _exit_stuck(elapsed_s: float) -> None:
+    log.critical("a step has not ended after %.1f s; exiting, so that others continue its requests", elapsed_s)
     os._exit(BROKEN)
 
 

@@ -40,21 +40,21 @@ class Watchdog:
         self._limit_s = max(_LEAST_S, _FACTOR * expected_s) if self._step_s else _UNKNOWN_S
         self._num_begun += 1
 
-    def end(self, num_tokens: int, seconds: float) -> None:
+    def end(self, num_tokens: int, step_s: float) -> None:
         self._limit_s = None
-        self._step_s = _average(self._step_s, seconds)
-        self._token_s = _average(self._token_s, seconds / num_tokens)
+        self._step_s = _average(self._step_s, step_s)
+        self._token_s = _average(self._token_s, step_s / num_tokens)
 
     def _run(self) -> None:
-        seen, lasted_s = 0, 0.0
+        seen, elapsed_s = 0, 0.0
         while not self._stop.wait(_TICK_S):
             limit_s = self._limit_s
             if limit_s is None or self._num_begun != seen:
-                seen, lasted_s = self._num_begun, 0.0
+                seen, elapsed_s = self._num_begun, 0.0
                 continue
-            lasted_s += _TICK_S
-            if lasted_s >= limit_s:
-                self._on_stuck(lasted_s)
+            elapsed_s += _TICK_S
+            if elapsed_s >= limit_s:
+                self._on_stuck(elapsed_s)
                 return
 
 

@@ -33,7 +33,9 @@ def make_workspace(folder: Path, group: Group) -> None:
         "pytest_add_cli_args": ["-p", "no:cacheprovider"],
         "pytest_add_cli_args_test_selection": tests,
         "process_isolation": "forkserver",  # grpc and torch have threads, which do not survive a fork
-        "timeout_constant": 5.0,
+        # A mutant may take (the time of its tests + 4 s) * 5, then it counts as noticed: one that loops costs half a minute.
+        "timeout_constant": 4.0,
+        "timeout_multiplier": 5.0,
     }
     with (folder / "pyproject.toml").open("a") as file:
         file.write("\n[tool.mutmut]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in options.items()))

@@ -246,8 +246,8 @@ class Recorder:
     def begin(self, num_tokens: int) -> None:
         self.calls.append("begin")
 
-    def end(self, num_tokens: int, seconds: float) -> None:
-        assert seconds >= 0
+    def end(self, num_tokens: int, step_s: float) -> None:
+        assert step_s >= 0
         self.calls.append("end")
 
 

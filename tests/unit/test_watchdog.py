@@ -11,14 +11,14 @@ class Stuck:
     def __init__(self) -> None:
         self.happened = threading.Event()
 
-    def __call__(self, lasted_s: float) -> None:
+    def __call__(self, elapsed_s: float) -> None:
         self.happened.set()
 
 
 def test_step_that_does_not_end_is_noticed_within_about_two_seconds() -> None:
     stuck = Stuck()
     watchdog = Watchdog(stuck)
-    watchdog.end(num_tokens=8, seconds=0.02)
+    watchdog.end(num_tokens=8, step_s=0.02)
     watchdog.start()
     watchdog.begin(num_tokens=8)
     assert stuck.happened.wait(timeout=10)
@@ -28,11 +28,11 @@ def test_step_that_does_not_end_is_noticed_within_about_two_seconds() -> None:
 def test_long_prompt_is_given_the_time_that_its_tokens_need() -> None:
     stuck = Stuck()
     watchdog = Watchdog(stuck)
-    watchdog.end(num_tokens=1, seconds=0.02)
+    watchdog.end(num_tokens=1, step_s=0.02)
     watchdog.start()
     watchdog.begin(num_tokens=2000)  # forty seconds' worth
     assert not stuck.happened.wait(timeout=3)
-    watchdog.end(num_tokens=2000, seconds=3)
+    watchdog.end(num_tokens=2000, step_s=3)
     watchdog.stop()
 
 
@@ -41,6 +41,6 @@ def test_idle_engine_is_never_stuck() -> None:
     watchdog = Watchdog(stuck)
     watchdog.start()
     watchdog.begin(num_tokens=1)
-    watchdog.end(num_tokens=1, seconds=0.01)
+    watchdog.end(num_tokens=1, step_s=0.01)
     assert not stuck.happened.wait(timeout=2.5)
     watchdog.stop()

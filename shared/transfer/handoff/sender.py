@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import grpc
@@ -112,7 +113,8 @@ class Sender:
         await self._write(kv_pb2.PushRequest(key=self._key, commit=commit))
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._call.done_writing()
+                with suppress(grpc.aio.InternalError):  # the receiver has ended the call: its status says why, this does not
+                    await self._call.done_writing()
                 await self._call
         except TimeoutError:
             raise DeadlineExceeded(f"no acknowledgement within {self._timeout_s:.1f} s") from None
