@@ -5,6 +5,7 @@ out    a plan for the next step; events for those who wait
 
 sequence.py        one output of one request: its tokens, how many are computed, its blocks
 scheduler.py       seats, blocks and the token budget of a step, by arrival
+lines.py           every unfinished sequence, and the line that it stands in
 lookahead.py       the step after the one in flight, where it can be told already
 limits.py          what is refused, because it can never be served
 blocks.py          who owns which block

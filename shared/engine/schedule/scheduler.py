@@ -36,15 +36,15 @@ before: a step that was launched ahead for a sequence that has ended still write
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import abc, deque
 from collections.abc import Iterator
 
 from shared.base.block_hash import hash_seed
-from shared.base.errors import CorruptTransfer, InvalidRequest, StaleTransfer
+from shared.base.errors import CorruptTransfer, StaleTransfer
 from shared.base.request import FinishReason, Output, Request, Token, finish_reason
 from shared.engine.schedule.blocks import BlockManager
 from shared.engine.schedule.limits import Limits
+from shared.engine.schedule.lines import Lines, order
 from shared.engine.schedule.lookahead import plan_ahead
 from shared.engine.schedule.plan import Event, Plan, Progress, SampledToken, ScheduledSequence
 from shared.engine.schedule.sequence import Sequence, Status
@@ -62,13 +62,7 @@ class Scheduler:
         self._limits.check_pool(blocks.num_usable_blocks * blocks.block_size)
         self.blocks = blocks
         self._digest = digest
-        self._live: dict[str, list[Sequence]] = {}  # every unfinished sequence, by request
-        self._num_arrivals = 0
-        # In order of arrival:
-        self._waiting: list[Sequence] = []
-        self._asking: list[Sequence] = []
-        self._running: list[Sequence] = []
-        self._committed: dict[Sequence, abc.Sequence[SampledToken]] = {}  # with the first token of each output; in no order
+        self._lines = Lines()
         self._in_flight: deque[Plan] = deque()  # at most two, the second one made ahead
         self.num_preemptions = 0  # since the start
 
@@ -77,7 +71,6 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Puts a new sequence in line. Raises InvalidRequest, naming the parameter, if it can never be served here."""
         self._accept(sequence)
-        self._waiting.append(sequence)
 
     def reserve(self, request: Request) -> Sequence:
         """Puts a request in line for blocks for all of its tokens, which a prefill worker will fill; `grant` gives them.
@@ -87,15 +80,14 @@ class Scheduler:
         """
         sequence = Sequence(request, status=Status.ASKING)
         self._accept(sequence)
-        self._asking.append(sequence)
         return sequence
 
     def grant(self) -> list[Sequence]:
         """Gives those that ask for blocks as many as there are, in order. To be called after everything that frees blocks or
         shortens a line. Returns those that have become RESERVED."""
         granted: list[Sequence] = []
-        while self._asking and self._grant(self._asking[0]):
-            granted.append(self._asking.pop(0))
+        while self._lines.asking and self._grant(first := self._lines.asking[0]):
+            granted.append(first)
         return granted
 
     def commit(self, request_id: str, tokens: abc.Sequence[SampledToken], num_cached_tokens: int) -> list[Output]:
@@ -105,34 +97,33 @@ class Scheduler:
 
         Raises StaleTransfer if nothing is reserved under this id, CorruptTransfer if the number of tokens is not n.
         """
-        sequence = self._find(request_id, Status.RESERVED)
+        sequence = self._lines.find(request_id, Status.RESERVED)
         if sequence is None:
             raise StaleTransfer(f"nothing is reserved for request {request_id}")
         if len(tokens) != sequence.request.sampling.n:
             raise CorruptTransfer(f"commit has {len(tokens)} first tokens for {sequence.request.sampling.n} outputs")
         self.blocks.mark_computed(sequence, sequence.num_tokens)
         sequence.num_cached_tokens = num_cached_tokens
-        sequence.status = Status.COMMITTED
-        self._committed[sequence] = tokens
+        self._lines.commit(sequence, tokens)
         return self._seat(sequence) if self._ends_with(sequence, tokens) else self._seat_committed()
 
     def release(self, request_id: str) -> None:
         """A held request's blocks have arrived elsewhere. They stay cached here. Nothing happens if it is not held (any more)."""
-        sequence = self._find(request_id, Status.HELD)
+        sequence = self._lines.find(request_id, Status.HELD)
         if sequence is not None:
             self._retire(sequence)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request and all its outputs, whatever its state; False if it is not live. Whoever sends or receives its blocks
         must have stopped before."""
-        sequences = list(self._live.get(request_id, ()))
+        sequences = self._lines.of(request_id)
         for sequence in sequences:
             self._retire(sequence)
         return bool(sequences)
 
     def stop_choice(self, request_id: str, choice: int) -> bool:
         """Ends one of a request's outputs, because nobody will read more of it; the others go on. False if it is not live."""
-        sequences = self._live.get(request_id, [])
+        sequences = self._lines.of(request_id)
         unborn = next((s for s in sequences if s.is_forking or s.status in (Status.ASKING, Status.RESERVED)), None)
         if unborn is not None:
             is_new = choice < unborn.request.sampling.n and choice not in unborn.stopped_choices
@@ -154,13 +145,13 @@ class Scheduler:
         copies = [copy for sequence in decodes for copy in self._grow(sequence)]
         scheduled = [_scheduled(sequence, 1) for sequence in decodes]
         budget = self._limits.max_num_batched_tokens - len(scheduled)
-        for sequence in self._running:
+        for sequence in self._lines.running:
             if budget and sequence.num_uncomputed_tokens > 1:
                 scheduled.append(_scheduled(sequence, min(budget, sequence.num_uncomputed_tokens)))
                 budget -= scheduled[-1].num_tokens
         scheduled.extend(self._admit(budget))
-        if not self._running and self._committed:
-            self._preempt(max(self._committed, key=_order))
+        if not self._lines.running and self._lines.committed:
+            self._preempt(max(self._lines.committed, key=order))
         scheduled.sort(key=lambda item: item.num_tokens > 1)  # stable: single tokens first
         plan = Plan(tuple(scheduled), tuple(copies), outputs=tuple(outputs))
         if scheduled:
@@ -217,33 +208,35 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether `schedule` has something to do. False also while the line waits for blocks that only a release, commit or abort
         can free."""
-        return bool(self._running or self._committed) or (bool(self._waiting) and self._can_admit(self._waiting[0]))
+        return bool(self._lines.running or self._lines.committed) or (
+            bool(self._lines.waiting) and self._can_admit(self._lines.waiting[0])
+        )
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._lines.running)
 
     @property
     def num_waiting(self) -> int:
         """In line for blocks or a seat, those asked for by prefill workers included."""
-        return len(self._waiting) + len(self._asking) + len(self._committed)
+        return self._lines.num_waiting
 
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens to be computed before every running and waiting sequence is a decode: the backlog of prompts and recomputation."""
-        return sum(max(0, s.num_uncomputed_tokens - 1) for s in (*self._waiting, *self._running))
+        return sum(max(0, s.num_uncomputed_tokens - 1) for s in (*self._lines.waiting, *self._lines.running))
 
     @property
     def num_reserved(self) -> int:
-        return self._count(Status.RESERVED)
+        return self._lines.count(Status.RESERVED)
 
     @property
     def num_held(self) -> int:
-        return self._count(Status.HELD)
+        return self._lines.count(Status.HELD)
 
     def sequences(self) -> list[Sequence]:
         """All that have not finished."""
-        return [sequence for choices in self._live.values() for sequence in choices]
+        return self._lines.all()
 
     def check(self) -> None:
         """Recounts blocks and states. Raises AssertionError on the first discrepancy."""
@@ -251,19 +244,9 @@ class Scheduler:
         in_flight = dict.fromkeys(item.sequence for plan in self._in_flight for item in plan.scheduled)
         assert all(sequence.block_table for sequence in in_flight), "blocks that a step writes to have been freed"
         self.blocks.check([*live, *(sequence for sequence in in_flight if sequence.status is Status.FINISHED)])
-        lines = {
-            Status.WAITING: self._waiting,
-            Status.ASKING: self._asking,
-            Status.COMMITTED: sorted(self._committed, key=_order),
-            Status.RUNNING: self._running,
-        }
-        for status, members in lines.items():
-            assert members == sorted(members, key=_order), f"{status.name} is not in order of arrival"
-            assert len(members) == self._count(status), f"{len(members)} sequences in line, {self._count(status)} are {status.name}"
-            assert all(sequence.status is status for sequence in members), f"a sequence in line is not {status.name}"
+        self._lines.check()
         assert self._num_free_seats >= 0, "more sequences run than there are seats"
         for sequence in live:
-            assert sequence.status is not Status.FINISHED, f"{sequence.id} has finished but is live"
             has_blocks = sequence.status not in (Status.WAITING, Status.ASKING)
             assert bool(sequence.block_table) == has_blocks, f"{sequence.id}: blocks in wrong state"
             if sequence.status is Status.RUNNING:
@@ -274,26 +257,26 @@ class Scheduler:
 
     @property
     def _num_free_seats(self) -> int:
-        return self._limits.max_num_seqs - sum(sequence.num_seats for sequence in self._running)
+        return self._limits.max_num_seqs - self._lines.num_seats_taken
 
     def _grant(self, sequence: Sequence) -> bool:
         """Gives one that asks its blocks, unless that takes from the first in line what it needs."""
         num_spare = self._num_spare_blocks()
-        if self._waiting and self._waiting[0].order < sequence.order:
-            num_spare += self.blocks.num_blocks_for(self._waiting[0].num_tokens)
+        if self._lines.waiting and self._lines.waiting[0].order < sequence.order:
+            num_spare += self.blocks.num_blocks_for(self._lines.waiting[0].num_tokens)
         if not self._allocate(sequence, sequence.num_tokens, num_spare):
             return False
-        sequence.status = Status.RESERVED
+        self._lines.move(sequence, Status.RESERVED)
         return True
 
     def _next_committed(self) -> Sequence | None:
         """The oldest committed sequence, if there are seats for it."""
-        oldest = min(self._committed, key=_order, default=None)
+        oldest = self._lines.oldest_committed()
         if oldest is None:
             return None
         num_seats = oldest.num_seats
-        if self._waiting and self._waiting[0].order < oldest.order:
-            num_seats += self._waiting[0].num_seats
+        if self._lines.waiting and self._lines.waiting[0].order < oldest.order:
+            num_seats += self._lines.waiting[0].num_seats
         return oldest if num_seats <= self._num_free_seats else None
 
     def _can_admit(self, first: Sequence) -> bool:
@@ -302,8 +285,8 @@ class Scheduler:
 
     def _has_turn(self, first: Sequence) -> bool:
         """Whether there are seats for the first in line, and none older waits for them or for blocks."""
-        others = (self._asking[:1], [min(self._committed, key=_order)] if self._committed else [])
-        is_oldest = all(first.order < other.order for line in others for other in line)
+        others = (*self._lines.asking[:1], self._lines.oldest_committed())
+        is_oldest = all(other is None or first.order < other.order for other in others)
         return is_oldest and first.num_seats <= self._num_free_seats
 
     def _newcomer(self, sequence: Sequence) -> tuple[Sequence, int, int]:
@@ -313,7 +296,7 @@ class Scheduler:
 
     def _num_spare_blocks(self) -> int:
         """Left free by newcomers, so that running sequences can grow a while before they preempt."""
-        num_growing = sum(1 for sequence in self._running if not sequence.hold)
+        num_growing = sum(1 for sequence in self._lines.running if not sequence.hold)
         return min(num_growing, MAX_SPARE_BLOCKS)
 
     def _allocate(self, sequence: Sequence, max_cached_tokens: int, num_spare_blocks: int) -> bool:
@@ -332,9 +315,8 @@ class Scheduler:
         return outputs
 
     def _seat(self, sequence: Sequence) -> list[Output]:
-        tokens = self._committed.pop(sequence)
-        sequence.status = Status.RUNNING
-        insort(self._running, sequence, key=_order)
+        tokens = self._lines.committed[sequence]
+        self._lines.move(sequence, Status.RUNNING)
         return self._append_all(sequence, tokens)
 
     def _make_room_for_decodes(self) -> list[Sequence]:
@@ -344,19 +326,17 @@ class Scheduler:
         sequences that may be preempted need blocks: a held prompt got all of its own at admission.
         """
         while True:
-            decodes = [sequence for sequence in self._running if sequence.num_uncomputed_tokens == 1]
+            decodes = [sequence for sequence in self._lines.running if sequence.num_uncomputed_tokens == 1]
             if self.blocks.num_blocks_to_grow(decodes) <= self.blocks.num_free_blocks:
                 return decodes
-            self._preempt(max((s for s in (*self._running, *self._committed) if not s.hold), key=_order))
+            self._preempt(max((s for s in (*self._lines.running, *self._lines.committed) if not s.hold), key=order))
 
     def _preempt(self, sequence: Sequence) -> None:
         """The first tokens of a committed sequence are forgotten: they will be sampled again, and come out the same."""
-        self._leave_line(sequence)
         self.blocks.free(sequence)
-        sequence.status = Status.WAITING
+        self._lines.move(sequence, Status.WAITING)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        insort(self._waiting, sequence, key=_order)
 
     def _grow(self, sequence: Sequence) -> list[tuple[int, int]]:
         copies = self.blocks.grow(sequence)
@@ -364,13 +344,11 @@ class Scheduler:
         return copies
 
     def _admit(self, budget: int) -> Iterator[ScheduledSequence]:
-        while budget and self._waiting:
-            sequence = self._waiting[0]
+        while budget and self._lines.waiting:
+            sequence = self._lines.waiting[0]
             if not self._has_turn(sequence) or not self._allocate(*self._newcomer(sequence)):
                 return
-            del self._waiting[0]
-            insort(self._running, sequence, key=_order)
-            sequence.status = Status.RUNNING
+            self._lines.move(sequence, Status.RUNNING)
             num_tokens = min(budget, sequence.num_uncomputed_tokens)
             budget -= num_tokens
             yield _scheduled(sequence, num_tokens)
@@ -378,11 +356,11 @@ class Scheduler:
     def _others_are_due(self, plan: Plan, ahead: Plan) -> bool:
         """Whether the step after `plan` may have sequences that `ahead`, its continuation, does not have."""
         planned = {item.sequence for item in plan.scheduled}
-        if not planned.issuperset(self._running):
+        if not planned.issuperset(self._lines.running):
             return True
         if len(ahead.scheduled) < len(plan.scheduled):  # a sequence leaves
-            return bool(self._waiting or self._committed)
-        return self._next_committed() is not None or (bool(self._waiting) and self._can_admit(self._waiting[0]))
+            return bool(self._lines.waiting or self._lines.committed)
+        return self._next_committed() is not None or (bool(self._lines.waiting) and self._can_admit(self._lines.waiting[0]))
 
     # --- the steps of update
 
@@ -413,15 +391,12 @@ class Scheduler:
             sibling.hash_seed, sibling.num_cached_tokens = parent.hash_seed, parent.num_cached_tokens
             self.blocks.fork(parent, sibling)
             siblings.append(sibling)
-        behind_parent = self._running.index(parent) + 1
-        self._running[behind_parent:behind_parent] = siblings
-        self._live[parent.id] += siblings
+        self._lines.fork(parent, siblings)
         return [parent, *siblings]
 
     def _hold(self, sequence: Sequence, tokens: abc.Sequence[SampledToken]) -> list[Output]:
         """Reports the first token of each output; where they are decoded they are appended, not here."""
-        self._running.remove(sequence)
-        sequence.status = Status.HELD
+        self._lines.move(sequence, Status.HELD)
         return [self._output(sequence, choice, token) for choice, token in enumerate(tokens)]
 
     def _ends_with(self, sequence: Sequence, tokens: abc.Sequence[SampledToken]) -> bool:
@@ -440,53 +415,23 @@ class Scheduler:
         emitted = Token(index, token.token_id, token.logprob, token.top_logprobs)
         return Output(request.request_id, choice, (emitted,), reason, num_cached_tokens)
 
-    # --- the book of live sequences
+    # --- who comes and goes
 
     def _accept(self, sequence: Sequence) -> None:
-        """Notes an arrival. Raises InvalidRequest if the sequence can never be served."""
+        """Puts an arrival in line. Raises InvalidRequest if the sequence can never be served."""
         self._limits.check_sequence(sequence)
-        if sequence.id in self._live:
-            raise InvalidRequest(f"request_id {sequence.id!r} is in use; it must be new", param="request_id")
+        self._lines.join(sequence)
         sequence.hash_seed = hash_seed(self._digest, sequence.request.cache_salt)
-        sequence.arrival = self._num_arrivals
-        self._num_arrivals += 1
-        self._live[sequence.id] = [sequence]
-
-    def _find(self, request_id: str, status: Status) -> Sequence | None:
-        return next((sequence for sequence in self._live.get(request_id, ()) if sequence.status is status), None)
 
     def _retire(self, sequence: Sequence) -> None:
         """Takes a sequence out of everything. Its blocks are freed, at once or, if a step is writing to them, by `update`."""
-        self._leave_line(sequence)
-        sequence.status = Status.FINISHED
-        choices = self._live[sequence.id]
-        choices.remove(sequence)
-        if not choices:
-            del self._live[sequence.id]
+        self._lines.finish(sequence)
         self._free_if_idle(sequence)
-
-    def _leave_line(self, sequence: Sequence) -> None:
-        if sequence.status is Status.COMMITTED:
-            del self._committed[sequence]
-        for status, line in (
-            (Status.WAITING, self._waiting),
-            (Status.ASKING, self._asking),
-            (Status.RUNNING, self._running),
-        ):
-            if sequence.status is status:
-                line.remove(sequence)
 
     def _free_if_idle(self, sequence: Sequence) -> None:
         """Frees the blocks of a finished sequence, unless a step in flight writes to them."""
         if not any(item.sequence is sequence for plan in self._in_flight for item in plan.scheduled):
             self.blocks.free(sequence)
-
-    def _count(self, status: Status) -> int:
-        return sum(1 for choices in self._live.values() for sequence in choices if sequence.status is status)
-
-
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.order
 
 
 def _scheduled(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
