@@ -60,7 +60,10 @@ class Failover:
 
     def stop(self, choice: Choice) -> None:
         """Nobody reads more of `choice`."""
+        had_ended = choice.has_ended
         choice.stop()
+        if had_ended:
+            return
         for attempt in self._attempts:
             attempt.stop(choice)
 
