@@ -17,7 +17,8 @@ class Group:
 GROUPS: dict[str, Group] = {
     "schedule": Group(
         modules=tuple(
-            f"shared/engine/schedule/{name}.py" for name in ("scheduler", "lines", "blocks", "prefix_cache", "lookahead", "limits")
+            f"shared/engine/schedule/{name}.py"
+            for name in ("scheduler", "lines", "outputs", "blocks", "prefix_cache", "lookahead", "limits")
         ),
         tests=(
             "tests/unit/test_blocks*.py",

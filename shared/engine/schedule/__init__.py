@@ -10,5 +10,6 @@ lookahead.py       the step after the one in flight, where it can be told alread
 limits.py          what is refused, because it can never be served
 blocks.py          who owns which block
 prefix_cache.py    which blocks can be found by their hash
+outputs.py         what goes out for a token, and whether it is the last
 plan.py            the values that go in and out
 """

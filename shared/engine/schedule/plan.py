@@ -24,6 +24,14 @@ class ScheduledSequence:
     num_tokens: int
     num_samples: int
 
+    @classmethod
+    def next_of(cls, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+        """The next `num_tokens` tokens that the sequence lacks; it samples if it lacks no more."""
+        num_samples = 0
+        if num_tokens == sequence.num_uncomputed_tokens:
+            num_samples = sequence.request.sampling.n if sequence.is_forking else 1
+        return cls(sequence, sequence.num_computed_tokens, num_tokens, num_samples)
+
     @property
     def end(self) -> int:
         """Position after the last computed token: that of the sampled one."""

@@ -41,11 +41,12 @@ from collections.abc import Iterator
 
 from shared.base.block_hash import hash_seed
 from shared.base.errors import CorruptTransfer, StaleTransfer
-from shared.base.request import FinishReason, Output, Request, Token, finish_reason
+from shared.base.request import Output, Request
 from shared.engine.schedule.blocks import BlockManager
 from shared.engine.schedule.limits import Limits
 from shared.engine.schedule.lines import Lines, order
 from shared.engine.schedule.lookahead import plan_ahead
+from shared.engine.schedule.outputs import ends_with, next_output
 from shared.engine.schedule.plan import Event, Plan, Progress, SampledToken, ScheduledSequence
 from shared.engine.schedule.sequence import Sequence, Status
 
@@ -105,7 +106,7 @@ class Scheduler:
         self.blocks.mark_computed(sequence, sequence.num_tokens)
         sequence.num_cached_tokens = num_cached_tokens
         self._lines.commit(sequence, tokens)
-        return self._seat(sequence) if self._ends_with(sequence, tokens) else self._seat_committed()
+        return self._seat(sequence) if ends_with(sequence, tokens, self._limits.max_model_len) else self._seat_committed()
 
     def release(self, request_id: str) -> None:
         """A held request's blocks have arrived elsewhere. They stay cached here. Nothing happens if it is not held (any more)."""
@@ -143,11 +144,11 @@ class Scheduler:
         outputs = self._seat_committed()
         decodes = self._make_room_for_decodes()
         copies = [copy for sequence in decodes for copy in self._grow(sequence)]
-        scheduled = [_scheduled(sequence, 1) for sequence in decodes]
+        scheduled = [ScheduledSequence.next_of(sequence, 1) for sequence in decodes]
         budget = self._limits.max_num_batched_tokens - len(scheduled)
         for sequence in self._lines.running:
             if budget and sequence.num_uncomputed_tokens > 1:
-                scheduled.append(_scheduled(sequence, min(budget, sequence.num_uncomputed_tokens)))
+                scheduled.append(ScheduledSequence.next_of(sequence, min(budget, sequence.num_uncomputed_tokens)))
                 budget -= scheduled[-1].num_tokens
         scheduled.extend(self._admit(budget))
         if not self._lines.running and self._lines.committed:
@@ -351,7 +352,7 @@ class Scheduler:
             self._lines.move(sequence, Status.RUNNING)
             num_tokens = min(budget, sequence.num_uncomputed_tokens)
             budget -= num_tokens
-            yield _scheduled(sequence, num_tokens)
+            yield ScheduledSequence.next_of(sequence, num_tokens)
 
     def _others_are_due(self, plan: Plan, ahead: Plan) -> bool:
         """Whether the step after `plan` may have sequences that `ahead`, its continuation, does not have."""
@@ -376,7 +377,7 @@ class Scheduler:
         return outputs
 
     def _append(self, sequence: Sequence, token: SampledToken) -> Output:
-        output = self._output(sequence, sequence.choice, token)
+        output = next_output(sequence, sequence.choice, token, self._limits.max_model_len)
         sequence.token_ids.append(token.token_id)
         if output.finish_reason is not None:
             sequence.finish_reason = output.finish_reason
@@ -397,23 +398,7 @@ class Scheduler:
     def _hold(self, sequence: Sequence, tokens: abc.Sequence[SampledToken]) -> list[Output]:
         """Reports the first token of each output; where they are decoded they are appended, not here."""
         self._lines.move(sequence, Status.HELD)
-        return [self._output(sequence, choice, token) for choice, token in enumerate(tokens)]
-
-    def _ends_with(self, sequence: Sequence, tokens: abc.Sequence[SampledToken]) -> bool:
-        """Whether none of the sequence's outputs goes on after these tokens."""
-        outputs = (self._output(sequence, choice, token) for choice, token in enumerate(tokens))
-        return all(output.finish_reason or output.choice in sequence.stopped_choices for output in outputs)
-
-    def _output(self, sequence: Sequence, choice: int, token: SampledToken) -> Output:
-        """What is to be emitted for this next token of the sequence."""
-        request, index = sequence.request, sequence.num_output_tokens
-        reason = finish_reason(request.sampling, token.token_id, index)
-        if reason is None and sequence.num_tokens + 1 >= self._limits.max_model_len:
-            reason = FinishReason.LENGTH
-        is_first = index == request.num_emitted
-        num_cached_tokens = min(sequence.num_cached_tokens, request.num_prompt_tokens) if is_first else 0
-        emitted = Token(index, token.token_id, token.logprob, token.top_logprobs)
-        return Output(request.request_id, choice, (emitted,), reason, num_cached_tokens)
+        return [next_output(sequence, choice, token, self._limits.max_model_len) for choice, token in enumerate(tokens)]
 
     # --- who comes and goes
 
@@ -432,10 +417,3 @@ class Scheduler:
         """Frees the blocks of a finished sequence, unless a step in flight writes to them."""
         if not any(item.sequence is sequence for plan in self._in_flight for item in plan.scheduled):
             self.blocks.free(sequence)
-
-
-def _scheduled(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
-    num_samples = 0
-    if num_tokens == sequence.num_uncomputed_tokens:
-        num_samples = sequence.request.sampling.n if sequence.is_forking else 1
-    return ScheduledSequence(sequence, sequence.num_computed_tokens, num_tokens, num_samples)
