@@ -3,7 +3,7 @@
 in    connection     server.py (uvicorn, draining) ──> protocol.py (bounds before any key) ──> middleware.py (id, deadline, key)
       request        app.py (routes) ──> frontend.py reads (limits.py, schemas.py) ──> completions.py, chat.py, tokens.py
       generation     prompts.py, messages.py ──> run.py (one per request) ──> fanout.py merges a generation per prompt
-out   answer         render.py (chunks, whole answers, usage) ──> sse.py or json_response.py; errors.py for every refusal
+out   answer         render.py, growing_lists.py (chunks, whole answers) ──> sse.py or json_response.py; errors.py for every refusal
 beside               models.py, probes.py; metrics.py
 
 `RequestContext` (context.py) goes with a request from its head to its last byte. `while_wanted` (connection.py) ends its work when

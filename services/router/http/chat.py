@@ -51,7 +51,7 @@ class ChatWriter:
     object = "chat.completion"
 
     def __init__(self, logprobs: LogprobWriter | None) -> None:
-        self._logprobs = logprobs
+        self._writer = logprobs
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return _delta(index, {"role": "assistant", "content": ""}, None, None)
@@ -60,21 +60,21 @@ class ChatWriter:
         """Text, then, in a chunk of its own, the end."""
         chunks = []
         if piece.text or piece.tokens:
-            chunks.append(_delta(piece.choice, {"content": piece.text}, self._logprobs_of(piece.tokens), None))
+            chunks.append(_delta(piece.choice, {"content": piece.text}, self.logprobs(piece.tokens), None))
         if piece.finish_reason is not None:
             chunks.append(_delta(piece.choice, {}, None, piece.finish_reason))
         return chunks
 
-    def whole(self, index: int, text: str, tokens: list[ShownToken], reason: FinishReason) -> dict[str, Any]:
+    def whole(self, index: int, text: str, logprobs: dict[str, Any] | None, reason: FinishReason) -> dict[str, Any]:
         return {
             "index": index,
             "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._logprobs_of(tokens),
+            "logprobs": logprobs,
             "finish_reason": reason.value,
         }
 
-    def _logprobs_of(self, tokens: Sequence[ShownToken]) -> dict[str, Any] | None:
-        return self._logprobs.for_chat(tokens) if self._logprobs is not None else None
+    def logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any] | None:
+        return self._writer.for_chat(tokens) if self._writer is not None else None
 
 
 def _delta(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: FinishReason | None) -> dict[str, Any]:

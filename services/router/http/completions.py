@@ -53,24 +53,23 @@ class CompletionWriter:
 
     def __init__(self, logprobs: LogprobWriter | None, echoes: Sequence[str] | None) -> None:
         """`echoes`: per choice, the prompt's text that goes ahead of the output."""
-        self._logprobs = logprobs
+        self._writer = logprobs
         self._echoes = echoes
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        return self._choice(index, self._echoes[index], (), None) if self._echoes is not None else None
+        return _choice(index, self._echoes[index], self.logprobs(()), None) if self._echoes is not None else None
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         if piece.text or piece.tokens or piece.finish_reason:
-            return [self._choice(piece.choice, piece.text, piece.tokens, piece.finish_reason)]
+            return [_choice(piece.choice, piece.text, self.logprobs(piece.tokens), piece.finish_reason)]
         return []
 
-    def whole(self, index: int, text: str, tokens: list[ShownToken], reason: FinishReason) -> dict[str, Any]:
-        return self._choice(index, self._echoes[index] + text if self._echoes is not None else text, tokens, reason)
+    def whole(self, index: int, text: str, logprobs: dict[str, Any] | None, reason: FinishReason) -> dict[str, Any]:
+        return _choice(index, self._echoes[index] + text if self._echoes is not None else text, logprobs, reason)
 
-    def _choice(self, index: int, text: str, tokens: Sequence[ShownToken], reason: FinishReason | None) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": self._logprobs.for_completion(tokens) if self._logprobs is not None else None,
-            "finish_reason": reason.value if reason is not None else None,
-        }
+    def logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any] | None:
+        return self._writer.for_completion(tokens) if self._writer is not None else None
+
+
+def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: FinishReason | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason.value if reason is not None else None}

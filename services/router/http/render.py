@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
+from services.router.http.growing_lists import GrowingLists
 from services.router.http.run import Run, Usage
 from services.router.http.sse import event
 from services.router.text.choice import Piece, ShownToken
 from shared.base.request import FinishReason
+
+_TOKENS_AT_ONCE = 64  # with 20 logprobs each, they take 5 ms
 
 
 class Writer(Protocol):
@@ -25,7 +29,10 @@ class Writer(Protocol):
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """The choice in each of the chunks that show a piece, perhaps none."""
 
-    def whole(self, index: int, text: str, tokens: list[ShownToken], reason: FinishReason) -> dict[str, Any]:
+    def logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any] | None:
+        """Lists with an item for each of these tokens; None if they were not asked for."""
+
+    def whole(self, index: int, text: str, logprobs: dict[str, Any] | None, reason: FinishReason) -> dict[str, Any]:
         """The choice in an answer that is not streamed."""
 
 
@@ -65,17 +72,37 @@ async def stream(run: Run, writer: Writer, envelope: Envelope, include_usage: bo
 
 async def collect(run: Run, writer: Writer, envelope: Envelope) -> dict[str, Any]:
     """The whole answer of a run."""
-    texts: list[list[str]] = [[] for _ in range(run.num_choices)]
-    tokens: list[list[ShownToken]] = [[] for _ in range(run.num_choices)]
-    reasons: dict[int, FinishReason] = {}
+    choices = [_Choice(writer) for _ in range(run.num_choices)]
     async with aclosing(run.pieces()) as pieces:
         async for piece in pieces:
-            texts[piece.choice].append(piece.text)
-            tokens[piece.choice] += piece.tokens
-            if piece.finish_reason is not None:
-                reasons[piece.choice] = piece.finish_reason
-    choices = [writer.whole(i, "".join(texts[i]), tokens[i], reasons[i]) for i in range(run.num_choices)]
-    return envelope.wrap(writer.object, choices) | {"usage": usage_body(run.usage)}
+            await choices[piece.choice].add(piece)
+    return envelope.wrap(writer.object, [choice.whole(i) for i, choice in enumerate(choices)]) | {"usage": usage_body(run.usage)}
+
+
+class _Choice:
+    """One choice of a whole answer as it grows."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._texts: list[str] = []
+        self._reason: FinishReason | None = None
+        no_logprobs = writer.logprobs(())
+        self._logprobs = GrowingLists(no_logprobs) if no_logprobs is not None else None
+
+    async def add(self, piece: Piece) -> None:
+        """The event loop has turns in between: others wait while logprobs are written."""
+        self._texts.append(piece.text)
+        self._reason = piece.finish_reason
+        for start in range(0, len(piece.tokens), _TOKENS_AT_ONCE):
+            more = self._writer.logprobs(piece.tokens[start : start + _TOKENS_AT_ONCE])
+            if self._logprobs is not None and more is not None:
+                self._logprobs.add(more)
+                await asyncio.sleep(0)
+
+    def whole(self, index: int) -> dict[str, Any]:
+        assert self._reason is not None, "all choices have ended"
+        logprobs = self._logprobs.whole() if self._logprobs is not None else None
+        return self._writer.whole(index, "".join(self._texts), logprobs, self._reason)
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
