@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from typing import Any, Literal
 
 import orjson
@@ -30,6 +31,9 @@ _MAX_COUNT = 2**53
 _MAX_BLOCK_SIZE = 4096
 _MAX_SEQS = 2**20
 _MAX_TRANSPORTS = 32
+_MAX_ADDRESSES = 4096  # remembered, because a heartbeat repeats its own each second
+
+_ROLES = {role.value: role for role in Role}
 
 Source = Literal["entry", "roster", "heartbeat", "goodbye", "lookup"]
 
@@ -168,18 +172,24 @@ def _bool(raw: dict[str, Any], field: str) -> bool:
 
 def _role(raw: dict[str, Any]) -> Role:
     value = raw.get("role")
-    for role in Role:
-        if value == role.value:
-            return role
-    raise InvalidEntry("role", value, f"one of {', '.join(role.value for role in Role)}")
+    role = _ROLES.get(value) if isinstance(value, str) else None
+    if role is None:
+        raise InvalidEntry("role", value, f"one of {', '.join(_ROLES)}")
+    return role
 
 
 def _address(raw: dict[str, Any]) -> str:
     value = raw.get("address")
     try:
-        return str(Address.parse(value if isinstance(value, str) else ""))
+        return _normal_address(value if isinstance(value, str) else "")
     except ValueError:
         raise InvalidEntry("address", value, "host:port") from None
+
+
+@lru_cache(maxsize=_MAX_ADDRESSES)
+def _normal_address(text: str) -> str:
+    """Raises ValueError."""
+    return str(Address.parse(text))
 
 
 def _transports(raw: dict[str, Any]) -> tuple[str, ...]:

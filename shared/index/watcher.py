@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 # A stuck worker is noticed after these two at the latest: less than 2 s. Heartbeats come every second.
 STALE_AFTER_S = 1.6
 PING_AFTER_S = 0.3
+# Waking up costs more than a heartbeat does, so those of a large fleet are read a few at a time: a burst, then a pause.
+_BURST_S = 0.001
+_PAUSE_S = 0.02
 _ENTRIES_PER_READ = 256
 
 
@@ -52,17 +55,14 @@ class FleetWatcher:
         self._keys = keys
         self._on_change = on_change
         self._view = FleetView(ttl_s, max_silence_s=PING_AFTER_S + OPERATION_TIMEOUT_S, stale_after_s=stale_after_s)
+        # By worker id, as last heard. A view that changes while its reader awaits.
+        self.workers: Mapping[WorkerId, WorkerInfo] = MappingProxyType(self._view.workers)
         self._backoff = Backoff(FIRST_RETRY_S, OPERATION_TIMEOUT_S)
         self._refusals = Refusals()
         self._is_connected = False
         self._has_failed = False
         self._is_stopping = False  # asyncio.wait_for may swallow a cancellation (Python < 3.12), and redis-py uses it
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def workers(self) -> Mapping[WorkerId, WorkerInfo]:
-        """By worker id, as last heard. A view that changes while its reader awaits."""
-        return MappingProxyType(self._view.workers)
 
     def is_stale(self, worker_id: WorkerId) -> bool:
         """Whether the worker's heartbeats are overdue, though its entry has not expired."""
@@ -117,8 +117,12 @@ class FleetWatcher:
             IS_FOLLOWING.set(1)
             self._backoff.reset()
             log.info("following the registry, %d workers", len(self._view.workers))
+            pause_at = float("-inf")
             while not self._is_stopping:
                 self._apply(await self._next_message(pubsub))
+                if time.monotonic() >= pause_at:
+                    await asyncio.sleep(_PAUSE_S)
+                    pause_at = time.monotonic() + _BURST_S
 
     async def _next_message(self, pubsub: PubSub) -> dict[str, Any]:
         """The next thing Redis says. Asks for a sign of life when it is silent; raises if there is none."""

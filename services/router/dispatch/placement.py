@@ -31,6 +31,8 @@ DEFAULT_PREFILL_TOKENS_PER_S = 2000.0
 DEFAULT_TRANSFER_TOKENS_PER_S = 50_000.0  # of KV, beyond what is hidden behind the compute
 CALLS_S = 0.003  # a handoff takes two calls more than computing locally
 
+_Pair = tuple[WorkerInfo | None, WorkerInfo]  # prefill, decode
+
 NOTHING_MEASURED: Mapping[WorkerId, float] = MappingProxyType({})
 
 # A delayed stream weighs less than a delayed first token: its reader already has something to read.
@@ -75,15 +77,25 @@ def place(
         raise Unavailable(_what_is_missing(prompt_tokens, workers, exclude))
     costs = _Costs(prompt_tokens, cached_blocks, extra_load, transfer_s, _typical_speed(workers))
 
-    local = [Placement(None, decode) for decode in decoders]
-    pairs: list[Placement] = []
-    for kind in {_kind(w) for w in decoders}:
-        prefills = [w for w in usable if w.role is Role.PREFILL and _kind(w) == kind]
-        if prefills:  # what a prefill worker costs does not depend on its partner, so one is best for all of its kind
-            best = _cheapest(prefills, costs.prefill, lambda w: _lot(w, tie_breaker))
-            pairs += [Placement(best, decode) for decode in decoders if decode.role is Role.DECODE and _kind(decode) == kind]
+    prefills = {kind: _cheapest_prefill(kind, usable, costs, tie_breaker) for kind in {_kind(w) for w in decoders}}
+    local: list[tuple[float, _Pair]] = []
+    pairs: list[tuple[float, _Pair]] = []
+    for worker in decoders:
+        decode_s, prefill = costs.decode(worker), prefills[_kind(worker)]
+        local.append((costs.local(worker) + decode_s, (None, worker)))
+        if prefill is not None and worker.role is Role.DECODE:
+            pairs.append((prefill[0] + costs.transfer(prefill[1], worker) + decode_s, (prefill[1], worker)))
     options = pairs if always_hand_off and pairs else local + pairs
-    return _cheapest(options, costs.total, lambda o: (o.prefill is not None, _lot(o.decode, tie_breaker)))
+    _, chosen = _cheapest(options, lambda pair: (pair[0] is not None, _lot(pair[1], tie_breaker)))
+    return Placement(*chosen)
+
+
+def _cheapest_prefill(
+    kind: tuple[str, str], usable: Iterable[WorkerInfo], costs: _Costs, tie_breaker: str
+) -> tuple[float, WorkerInfo] | None:
+    """What a prefill worker costs does not depend on its partner, so one is best for all decode workers of its kind."""
+    prefills = [(costs.prefill(w), w) for w in usable if w.role is Role.PREFILL and _kind(w) == kind]
+    return _cheapest(prefills, lambda w: _lot(w, tie_breaker)) if prefills else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +107,6 @@ class _Costs:
     extra_load: Mapping[WorkerId, int]
     transfer_s: Mapping[WorkerId, float]
     typical_tokens_per_s: float
-
-    def total(self, placement: Placement) -> float:
-        decode = placement.decode
-        if placement.prefill is None:
-            return self.local(decode) + self.decode(decode)
-        return self.prefill(placement.prefill) + self.transfer(placement.prefill, decode) + self.decode(decode)
 
     def prefill(self, worker: WorkerInfo) -> float:
         return self._compute_s(worker, 1.0)
@@ -136,12 +142,11 @@ class _Costs:
         return self.extra_load.get(worker.worker_id, 0)
 
 
-def _cheapest(options: Sequence[T], cost: Callable[[T], float], order: Callable[[T], Any]) -> T:
+def _cheapest(options: Sequence[tuple[float, T]], order: Callable[[T], Any]) -> tuple[float, T]:
     """The first in `order`, which is worked out for equals only, of those that cost least."""
-    costs = [cost(option) for option in options]
-    least = min(costs)
-    equals = [option for option, its_cost in zip(options, costs, strict=True) if its_cost == least]
-    return min(equals, key=order) if len(equals) > 1 else equals[0]
+    least = min(cost for cost, _ in options)
+    equals = [option for option in options if option[0] == least]
+    return min(equals, key=lambda option: order(option[1])) if len(equals) > 1 else equals[0]
 
 
 def _lot(worker: WorkerInfo, tie_breaker: str) -> tuple[bytes, str]:

@@ -36,8 +36,8 @@ class Rests:
             log.info("%s serves again", worker.worker_id)
 
     def is_resting(self, worker: WorkerInfo) -> bool:
-        until, _ = self._rests.get(worker.boot_id, (0.0, 0.0))
-        return time.monotonic() < until
+        rest = self._rests.get(worker.boot_id)
+        return rest is not None and time.monotonic() < rest[0]
 
     def forget(self, boot_id: BootId) -> None:
         """A boot that is gone never comes back."""
