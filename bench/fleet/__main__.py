@@ -4,9 +4,9 @@
 
     Valkey ─ heartbeats of fake workers, in another process ─> FleetWatcher ─> Fleet ─> placements, one at a time
 
-Four figures: the share of a core that hearing the heartbeats takes, the CPU time of a choice among what is known, the time of the
-lookup of the prefix in Valkey that precedes it, and the process' peak memory. A prompt is *found* if the lookup names the one
-worker that holds it.
+Five figures: the share of a core that hearing the heartbeats takes, the time that a choice among what is known computes and that
+the hashing of its prompt does (nothing else of the process runs meanwhile), the time of the lookup of the prefix in Valkey that
+precedes the choice, and the process' peak memory. A prompt is *found* if the lookup names the one worker that holds it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from bench.fleet.fake_workers import BLOCK_SIZE, MODEL, PROMPT_TOKENS, prompt_of
 from bench.load.report import write_json
 from services.local.valkey import ValkeyAddress, ValkeyServer
 from services.router.dispatch.fleet import Fleet
+from services.router.dispatch.pools import Group
 from shared.base.request import Request, SamplingParams
 from shared.base.worker_info import WorkerId, WorkerInfo
 from shared.index.keys import Keys
@@ -61,6 +62,8 @@ class Figures:
     heartbeat_cpu_share: float  # of one core
     choice_p50_ms: float
     choice_p99_ms: float
+    hash_p50_ms: float
+    hash_p99_ms: float
     lookup_p50_ms: float
     lookup_p99_ms: float
     found_share: float
@@ -73,7 +76,6 @@ class _Timed:
     def __init__(self, lookup: PrefixLookup) -> None:
         self._lookup = lookup
         self.elapsed_s = 0.0
-        self.cpu_s = 0.0  # of this process, whatever it did meanwhile
         self.found: dict[WorkerId, int] = {}  # by the last lookup
 
     async def longest_prefix(self, workers: Sequence[WorkerInfo], hashes: Sequence[bytes]) -> dict[WorkerId, int]:
@@ -87,10 +89,21 @@ class _Timed:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        began_at, cpu_s = time.perf_counter(), time.thread_time()
+        began_at = time.perf_counter()
         yield
         self.elapsed_s += time.perf_counter() - began_at
-        self.cpu_s += time.thread_time() - cpu_s
+
+
+class _TimedFleet(Fleet):
+    """Leaves the hashing of prompts out of the choice."""
+
+    hash_s = 0.0  # of the last prompt
+
+    def _hashes(self, group: Group, request: Request) -> list[bytes]:
+        began_at = time.perf_counter()
+        hashes = super()._hashes(group, request)
+        self.hash_s = time.perf_counter() - began_at
+        return hashes
 
 
 class _Router:
@@ -101,7 +114,7 @@ class _Router:
         self._lookup = PrefixLookup(redis_url, Keys())
         self._index = _Timed(self._lookup)
         self.watcher = FleetWatcher(redis_url, Keys(), self._heard)
-        self._fleet = Fleet(self.watcher, self._index, Channels(PeerConfig()))  # type: ignore[arg-type]
+        self._fleet = _TimedFleet(self.watcher, self._index, Channels(PeerConfig()))  # type: ignore[arg-type]
 
     def _heard(self, worker_id: WorkerId) -> None:
         self.num_heartbeats += 1
@@ -112,15 +125,15 @@ class _Router:
             while len(self.watcher.workers) < num_workers:
                 await self._fleet.next_change_of_members().wait()
 
-    async def place(self, holder: int, number: int) -> tuple[float, float, bool]:
-        """Seconds that the choice computes and that the lookup takes, and whether the holder was found."""
+    async def place(self, holder: int, number: int) -> tuple[float, float, float, bool]:
+        """Seconds that the choice computes, that hashing does, and that the lookup takes, and whether the holder was found."""
         prompt = prompt_of(holder)
         request = Request(f"request-{number}", prompt, len(prompt), SamplingParams(), model=MODEL)
-        self._index.elapsed_s, self._index.cpu_s, cpu_s = 0.0, 0.0, time.thread_time()
+        self._index.elapsed_s, began_at = 0.0, time.perf_counter()
         await self._fleet.place(request)
-        choice_s = time.thread_time() - cpu_s - self._index.cpu_s
+        choice_s = time.perf_counter() - began_at - self._index.elapsed_s - self._fleet.hash_s
         is_found = self._index.found.get(WorkerId(f"worker-{holder}")) == len(prompt) // BLOCK_SIZE
-        return choice_s, self._index.elapsed_s, is_found
+        return choice_s, self._fleet.hash_s, self._index.elapsed_s, is_found
 
     async def close(self) -> None:
         await self.watcher.stop()
@@ -140,13 +153,15 @@ async def measure(config: FleetConfig) -> Figures:
         rng = random.Random(1)
         placed = [await router.place(rng.randrange(config.workers), number) for number in range(config.placements)]
         await router.close()
-    choices, lookups, are_found = zip(*placed, strict=True)
+    choices, hashings, lookups, are_found = zip(*placed, strict=True)
     return Figures(
         config.workers,
         heartbeats_per_s,
         cpu_share,
         choice_p50_ms=1000 * statistics.median(choices),
         choice_p99_ms=1000 * _p99(choices),
+        hash_p50_ms=1000 * statistics.median(hashings),
+        hash_p99_ms=1000 * _p99(hashings),
         lookup_p50_ms=1000 * statistics.median(lookups),
         lookup_p99_ms=1000 * _p99(lookups),
         found_share=sum(are_found) / len(are_found),
@@ -186,6 +201,7 @@ def show(figures: Figures) -> str:
             f"{figures.num_workers} workers, prompts of {PROMPT_TOKENS} tokens in blocks of {BLOCK_SIZE}",
             f"heartbeats   {figures.heartbeats_per_s:6.0f} per s   {figures.heartbeat_cpu_share:6.1%} of a core",
             f"choice       {figures.choice_p50_ms:6.3f} ms p50   {figures.choice_p99_ms:6.3f} ms p99",
+            f"hashing      {figures.hash_p50_ms:6.3f} ms p50   {figures.hash_p99_ms:6.3f} ms p99",
             f"lookup       {figures.lookup_p50_ms:6.3f} ms p50   {figures.lookup_p99_ms:6.3f} ms p99",
             f"found        {figures.found_share:6.1%} of the holders",
             f"memory       {figures.peak_rss_mib:6.0f} MiB at most",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
@@ -164,7 +167,34 @@ async def be_the_primary(redis: Redis) -> None:
     await redis.execute_command("REPLICAOF", "NO", "ONE")
 
 
-@pytest.mark.parametrize(("refuse", "heal"), [(be_full, have_room), (be_a_replica, be_the_primary)], ids=["full", "read-only"])
+async def fail_to_save(redis: Redis) -> None:
+    """Its process that saves is killed, as one is that finds no memory."""
+    await redis.config_set("stop-writes-on-bgsave-error", "yes")
+    await redis.config_set("save", "1000 1000")
+    await redis.config_set("rdb-key-save-delay", 60_000_000)
+    await redis.bgsave()
+    kill_children((await redis.info("server"))["process_id"])
+    await eventually(lambda: _has_failed_to_save(redis))
+
+
+def kill_children(pid: int) -> None:
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        os.kill(int(child), signal.SIGKILL)
+
+
+async def _has_failed_to_save(redis: Redis) -> bool:
+    return bool((await redis.info("persistence"))["rdb_last_bgsave_status"] == "err")
+
+
+async def save_nothing(redis: Redis) -> None:
+    await redis.config_set("save", "")
+
+
+@pytest.mark.parametrize(
+    ("refuse", "heal"),
+    [(be_full, have_room), (be_a_replica, be_the_primary), (fail_to_save, save_nothing)],
+    ids=["full", "read-only", "disk fails"],
+)
 async def test_redis_that_refuses_writes_is_as_good_as_one_that_was_away(
     valkey: TestValkey, redis: Redis, cache: FakeCache, refuse: Callable, heal: Callable
 ) -> None:

@@ -150,7 +150,8 @@ class Fleet:
         unavailable = Unavailable("no worker is registered")
         for workers in choices:
             try:
-                return self._place(request, workers, cached, {w.worker_id for w in workers if w.boot_id in exclude})
+                excluded = {w.worker_id for w in workers if w.boot_id in exclude} if exclude else ()
+                return self._place(request, workers, cached, excluded)
             except Unavailable as error:
                 unavailable = error
         raise unavailable

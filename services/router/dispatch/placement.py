@@ -71,7 +71,7 @@ def place(
     tie_breaker: decides between equal costs; give each router, or request, its own, so that not all choose the same worker
     transfer_s: by prefill worker id, how long its transfers lately took beyond what the compute hid, in seconds
     """
-    usable = [w for w in workers if not w.draining and w.worker_id not in exclude and _fits(prompt_tokens, w)]
+    usable = [w for w in workers if not w.draining and _fits(prompt_tokens, w) and w.worker_id not in exclude]
     decoders = [w for w in usable if w.role.can_decode]
     if not decoders:
         raise Unavailable(_what_is_missing(prompt_tokens, workers, exclude))
@@ -120,11 +120,12 @@ class _Costs:
         return CALLS_S + self.transfer_s.get(prefill.worker_id, assumed_s)
 
     def decode(self, worker: WorkerInfo) -> float:
-        num_others = worker.load.num_running + worker.load.num_waiting + self._num_extra(worker)
+        load, num_extra = worker.load, self._num_extra(worker)
+        num_others = load.num_running + load.num_waiting + num_extra
         occupancy = num_others / worker.max_num_seqs
         excess = max(0.0, (num_others + 1) / worker.max_num_seqs - 1)
-        needed = _num_blocks(self.prompt_tokens, worker)
-        missing = max(0, needed * (1 + self._num_extra(worker)) - worker.load.num_free_blocks)
+        needed = max(1, num_blocks_of(self.prompt_tokens, worker.block_size))
+        missing = max(0, needed * (1 + num_extra) - load.num_free_blocks)
         return FULL_BATCH_S * occupancy + WAIT_FOR_SLOT_S * excess + WAIT_FOR_BLOCKS_S * missing / needed
 
     def _compute_s(self, worker: WorkerInfo, weight: float) -> float:
@@ -158,17 +159,15 @@ def _kind(worker: WorkerInfo) -> tuple[str, str]:
     return worker.model, worker.digest
 
 
-def _num_blocks(num_tokens: int, worker: WorkerInfo) -> int:
-    return max(1, num_blocks_of(num_tokens, worker.block_size))
-
-
 def _fits(prompt_tokens: int, worker: WorkerInfo) -> bool:
-    return prompt_tokens <= worker.max_model_len and _num_blocks(prompt_tokens, worker) <= worker.num_blocks
+    return prompt_tokens <= worker.max_model_len and prompt_tokens <= worker.num_blocks * worker.block_size
 
 
-def _typical_speed(workers: Iterable[WorkerInfo]) -> float:
+def _typical_speed(workers: Collection[WorkerInfo]) -> float:
     """What to expect of a worker that has not been measured: the like of its peers."""
-    measured = [w.load.prefill_tokens_per_s for w in workers if w.load.prefill_tokens_per_s > 0]
+    measured = [speed for w in workers if (speed := w.load.prefill_tokens_per_s) > 0]
+    if len(measured) == len(workers):
+        return DEFAULT_PREFILL_TOKENS_PER_S  # nobody needs it
     return statistics.median(measured) if measured else DEFAULT_PREFILL_TOKENS_PER_S
 
 
