@@ -12,7 +12,9 @@ from contextlib import asynccontextmanager
 from services.router.config import RouterConfig
 from services.router.dispatch.dispatcher import Dispatcher
 from services.router.dispatch.fleet import Fleet
+from services.router.dispatch.model_pool import ModelPool
 from services.router.http.app import create_app
+from services.router.http.catalog import Catalog, ServedModel
 from services.router.http.server import HttpServer, raise_file_limit
 from services.router.http.stopping import Stopping
 from services.router.text.tokenizer import ChatTokenizer
@@ -34,24 +36,50 @@ def main(argv: Sequence[str]) -> None:
     configure_logging(config.log_level, "router")
     listener = listen(config.host, config.port)  # before anything slow: a port in use is known at once
     raise_file_limit()
+    asyncio.run(_serve(config, _own_model(config), listener))
+
+
+def _own_model(config: RouterConfig) -> ServedModel | None:
+    """What --model names."""
+    if not config.model:
+        return None
     notify_progress("loading tokenizer")
     tokenizer = ChatTokenizer.load(config.model, config.revision, config.chat_template, config.tokenizer, config.generation_config)
-    asyncio.run(_serve(config, tokenizer, listener))
+    return ServedModel(config.model_name, tokenizer)
 
 
-async def _serve(config: RouterConfig, tokenizer: ChatTokenizer, listener: socket.socket) -> None:
-    async with _backend(config) as backend:
+async def _serve(config: RouterConfig, own: ServedModel | None, listener: socket.socket) -> None:
+    async with _backend(config) as backend, _catalog(config, backend, own) as catalog:
         stopping = Stopping()
-        server = HttpServer(create_app(config, backend, tokenizer, stopping), config, stopping)
+        server = HttpServer(create_app(config, backend, catalog, stopping), config, stopping)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, server.stop)
         serving = asyncio.create_task(server.serve(listener))
         notify_progress("waiting for workers")
-        await asyncio.wait({serving, ready := asyncio.create_task(backend.wait_ready())}, return_when=asyncio.FIRST_COMPLETED)
+        ready = asyncio.create_task(_wait_ready(backend, catalog, own))
+        await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             notify_ready()
         await cancel_and_wait(ready)
         await serving
+
+
+async def _wait_ready(backend: Dispatcher, catalog: Catalog, own: ServedModel | None) -> None:
+    await catalog.wait_for_any()
+    await backend.wait_ready(own.name if own else "")
+
+
+@asynccontextmanager
+async def _catalog(config: RouterConfig, backend: Dispatcher, own: ServedModel | None) -> AsyncIterator[Catalog]:
+    def load(pool: ModelPool) -> ChatTokenizer:
+        return ChatTokenizer.load(pool.source, pool.revision, generation_config=config.generation_config)
+
+    catalog = Catalog(backend, load, max_models=config.max_models, own=own)
+    catalog.start()
+    try:
+        yield catalog
+    finally:
+        await catalog.stop()
 
 
 @asynccontextmanager

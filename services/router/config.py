@@ -13,8 +13,9 @@ from shared.options.peers import PeerConfig
 class RouterConfig(PeerConfig):
     """A Twostroke router: OpenAI-compatible HTTP in front, workers over gRPC behind."""
 
-    model: str = option("", "folder with the model's tokenizer, .gguf file or hub id")
-    served_model_name: str = option("", "name clients use; default: the last part of --model")
+    model: str = option("", "folder with a model's tokenizer, .gguf file or hub id; without it, the models are the workers'")
+    served_model_name: str = option("", "name that clients and workers use for --model; default: its last part")
+    max_models: int = option(16, "most models to serve at once; further ones are not listed")
     revision: str = option("", "hub revision of --model")
     tokenizer: str = option("", "folder, .gguf file or hub id with the tokenizer; default: the model's own")
     chat_template: str = option("", "file with a Jinja chat template; default: the model's own")
@@ -51,7 +52,9 @@ class RouterConfig(PeerConfig):
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             raise ValueError("--ssl-certfile and --ssl-keyfile go together")
         check_listener(self.host, self.port)
-        check_at_least(1, self, "max_concurrent_requests", "max_connections", "max_request_bytes")
+        check_at_least(1, self, "max_concurrent_requests", "max_connections", "max_request_bytes", "max_models")
+        if not self.model and (self.tokenizer or self.chat_template):
+            raise ValueError("--tokenizer and --chat-template are those of --model, which is missing")
         if not self.request_timeout_s > 0:
             raise ValueError(f"--request-timeout-s is {self.request_timeout_s}; it must be above 0")
         if not self.keep_alive_timeout_s > 0:

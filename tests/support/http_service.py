@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from services.router.config import RouterConfig
 from services.router.dispatch.model_pool import ModelPool
 from services.router.http.app import create_app
+from services.router.http.catalog import Catalog, ServedModel
 from services.router.http.server import HttpServer
 from services.router.http.stopping import Stopping
 from services.router.text.tokenizer import ChatTokenizer
@@ -59,7 +60,7 @@ class FakeBackend:
         self.deadlines_s.append(deadline_s)
         return FakeGeneration(self, self.script, request)
 
-    def is_ready(self) -> str | None:
+    def is_ready(self, model: str = "") -> str | None:
         return self.script.not_ready
 
     def models(self) -> dict[str, ModelPool]:
@@ -72,8 +73,9 @@ class FakeBackend:
     def max_model_len(self, model: str) -> int:
         if self.script.not_ready:
             raise Unavailable(self.script.not_ready)
-        assert model in self.pools
-        return MAX_MODEL_LEN
+        if model not in self.pools:
+            raise Unavailable(f"no worker of model {model!r}")
+        return self.pools[model].max_model_len
 
     def say(self, **fields: Any) -> None:
         self.script = Script(**fields)
@@ -130,9 +132,16 @@ class FakeGeneration:
 class Service:
     """A server in a thread of its own."""
 
-    def __init__(self, tokenizer: ChatTokenizer, raw: Tokenizer, **settings: Any) -> None:
-        """`raw` is the same tokenizer, for the backend."""
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer | None,
+        raw: Tokenizer,
+        load: Callable[[ModelPool], ChatTokenizer] = lambda pool: ChatTokenizer.load(pool.source, pool.revision),
+        **settings: Any,
+    ) -> None:
+        """`tokenizer`: of the router's own model, if it has one; `raw`: the same, for the backend; `load`: of other models."""
         self.backend = FakeBackend(raw)
+        self._load = load
         self._tokenizer = tokenizer
         self._config = RouterConfig(served_model_name=MODEL, **settings)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -146,11 +155,15 @@ class Service:
 
     async def _serve(self) -> None:
         stopping = Stopping()
-        app = create_app(self._config, self.backend, self._tokenizer, stopping)
+        own = None if self._tokenizer is None else ServedModel(MODEL, self._tokenizer)
+        self.catalog = Catalog(self.backend, self._load, max_models=self._config.max_models, own=own)
+        self.catalog.start()
+        app = create_app(self._config, self.backend, self.catalog, stopping)
         self._server = HttpServer(app, self._config, stopping)
         self._loop = asyncio.get_running_loop()
         self._is_made.set()
         await self._server.serve(self._listener)
+        await self.catalog.stop()
 
     def client(self, api_key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=api_key, max_retries=0, timeout=20)
@@ -179,6 +192,15 @@ class Service:
             if name == sample:
                 return float(value)
         return 0.0
+
+    def serve_models(self, *pools: ModelPool) -> None:
+        """As if exactly these had workers now."""
+
+        def change() -> None:
+            self.backend.pools = {pool.name: pool for pool in pools}
+            self.backend.changed.set()
+
+        self._loop.call_soon_threadsafe(change)
 
     def begin_stop(self) -> None:
         """As a signal does."""

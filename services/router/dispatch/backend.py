@@ -35,8 +35,8 @@ class Backend(Protocol):
     def generate(self, request: Request, deadline_s: float) -> Generation:
         """Starts no later than at the first iteration. `deadline_s` is what is left of the request's time, in seconds."""
 
-    def is_ready(self) -> str | None:
-        """None if a request would succeed now, else one line that says why not."""
+    def is_ready(self, model: str) -> str | None:
+        """None if a request for the model (empty: for any) would succeed now, else one line that says why not."""
 
     def models(self) -> Mapping[str, ModelPool]:
         """By served name, the models that can be served now."""

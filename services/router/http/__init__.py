@@ -2,6 +2,7 @@
 
 in    connection     server.py (uvicorn, draining) ──> protocol.py (bounds before any key) ──> middleware.py (id, deadline, key)
       request        app.py (routes) ──> frontend.py reads (limits.py, schemas.py) ──> completions.py, chat.py, tokens.py
+      model          catalog.py: the served models, each with its tokenizer
       generation     prompts.py, messages.py ──> run.py (one per request) ──> fanout.py merges a generation per prompt
 out   answer         render.py, growing_lists.py (chunks, whole answers) ──> sse.py or json_response.py; errors.py for every refusal
 beside               models.py, probes.py; metrics.py

@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from services.router.config import RouterConfig
 from services.router.dispatch.backend import Backend
+from services.router.http.catalog import Catalog
 from services.router.http.chat import ChatCompletions
 from services.router.http.completions import Completions
 from services.router.http.errors import install_error_handlers
@@ -20,16 +21,15 @@ from services.router.http.models import Models
 from services.router.http.probes import Probes
 from services.router.http.stopping import Stopping
 from services.router.http.tokens import Tokens
-from services.router.text.tokenizer import ChatTokenizer
 
 PROBE_PATHS = ("/health", "/ready", "/metrics")
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
 OTHER_PATHS = ("/v1/models", "/tokenize", "/detokenize")
 
 
-def create_app(settings: RouterConfig, backend: Backend, tokenizer: ChatTokenizer, stopping: Stopping) -> FastAPI:
+def create_app(settings: RouterConfig, backend: Backend, catalog: Catalog, stopping: Stopping) -> FastAPI:
     app = FastAPI(title="Twostroke", openapi_url=None, redirect_slashes=False)
-    _add_routes(app, Frontend(settings, backend, tokenizer), Probes(backend, stopping))
+    _add_routes(app, Frontend(settings, backend, catalog), Probes(catalog, stopping))
     install_error_handlers(app)
     # The one added last is outermost.
     app.add_middleware(BoundConcurrency, paths=GENERATION_PATHS, limit=settings.max_concurrent_requests)

@@ -10,6 +10,7 @@ from fastapi import Request, Response
 from services.router.http.context import context_of
 from services.router.http.frontend import Frontend
 from services.router.http.messages import for_template
+from services.router.http.render import Envelope
 from services.router.http.schemas import ChatBody
 from services.router.text.choice import Piece, ShownToken
 from services.router.text.logprobs import LogprobWriter
@@ -23,8 +24,8 @@ class ChatCompletions:
     async def create(self, http: Request) -> Response:
         context = context_of(http.scope)
         body = await self._frontend.read(http, ChatBody)
-        self._frontend.check_model(body.model)
-        tokenizer = self._frontend.tokenizer
+        model = self._frontend.catalog.find(body.model)
+        tokenizer = model.tokenizer
         token_ids = await tokenizer.encode_chat(
             for_template(body.messages),
             add_generation_prompt=body.add_generation_prompt,
@@ -35,6 +36,7 @@ class ChatCompletions:
         run = self._frontend.start(
             request_id,
             context,
+            model,
             body,
             [token_ids],
             max_tokens=body.max_output_tokens,
@@ -43,7 +45,7 @@ class ChatCompletions:
             prompt_param="messages",
         )
         logprobs = LogprobWriter(tokenizer.vocabulary) if body.logprobs else None
-        return await self._frontend.answer(http, request_id, body, run, ChatWriter(logprobs))
+        return await self._frontend.answer(http, Envelope(request_id, model.name), body, run, ChatWriter(logprobs))
 
 
 class ChatWriter:

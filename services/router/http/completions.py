@@ -10,6 +10,7 @@ from fastapi import Request, Response
 from services.router.http.context import context_of
 from services.router.http.frontend import Frontend
 from services.router.http.prompts import read_prompts
+from services.router.http.render import Envelope
 from services.router.http.schemas import CompletionBody
 from services.router.text.choice import Piece, ShownToken
 from services.router.text.logprobs import LogprobWriter
@@ -26,15 +27,16 @@ class Completions:
     async def create(self, http: Request) -> Response:
         context = context_of(http.scope)
         body = await self._frontend.read(http, CompletionBody)
-        self._frontend.check_model(body.model)
+        model = self._frontend.catalog.find(body.model)
         if body.echo and body.logprobs is not None:
             raise InvalidRequest("echo is true; this server does not support it together with logprobs", param="echo")
-        tokenizer = self._frontend.tokenizer
+        tokenizer = model.tokenizer
         prompts = await read_prompts(body.prompt, tokenizer)
         request_id = context.new_id("cmpl")
         run = self._frontend.start(
             request_id,
             context,
+            model,
             body,
             [prompt.token_ids for prompt in prompts],
             max_tokens=body.max_tokens,
@@ -44,7 +46,7 @@ class Completions:
         )
         echoes = [prompt.as_text(tokenizer) for prompt in prompts for _ in range(body.n)] if body.echo else None
         logprobs = LogprobWriter(tokenizer.vocabulary) if body.logprobs is not None else None
-        return await self._frontend.answer(http, request_id, body, run, CompletionWriter(logprobs, echoes))
+        return await self._frontend.answer(http, Envelope(request_id, model.name), body, run, CompletionWriter(logprobs, echoes))
 
 
 class CompletionWriter:

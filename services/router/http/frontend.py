@@ -1,6 +1,6 @@
 """What every endpoint works with, and the steps that those which generate share.
 
-read the body ──> [the endpoint: its prompts as token ids] ──> start a run ──> answer it, streamed or whole
+read the body ──> find its model ──> [the endpoint: its prompts as token ids] ──> start a run ──> answer it, streamed or whole
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from fastapi import Request, Response
 from services.router.config import RouterConfig
 from services.router.dispatch.backend import Backend
 from services.router.http import limits
+from services.router.http.catalog import Catalog, ServedModel
 from services.router.http.connection import while_wanted
 from services.router.http.context import RequestContext, context_of
 from services.router.http.json_response import json_response
@@ -21,9 +22,8 @@ from services.router.http.render import Envelope, Writer, collect, stream
 from services.router.http.run import Run, TextOptions
 from services.router.http.schemas import Body, GenerationBody, parse
 from services.router.http.sse import EventStream
-from services.router.text.tokenizer import ChatTokenizer
 from shared.base import request as engine
-from shared.base.errors import InvalidRequest, NotFound
+from shared.base.errors import InvalidRequest
 
 B = TypeVar("B", bound=Body)
 
@@ -32,21 +32,17 @@ B = TypeVar("B", bound=Body)
 class Frontend:
     settings: RouterConfig
     backend: Backend
-    tokenizer: ChatTokenizer
+    catalog: Catalog
 
     async def read(self, http: Request, kind: type[B]) -> B:
         limits.check_content_type(http)
         return parse(kind, await limits.read_body(http, self.settings.max_request_bytes))
 
-    def check_model(self, model: str) -> None:
-        """A request that names no model means the only one there is."""
-        if model and model != self.settings.model_name:
-            raise NotFound(f"there is no model {model[:100]!r}; this server has {self.settings.model_name!r}", param="model")
-
     def start(
         self,
         request_id: str,
         context: RequestContext,
+        model: ServedModel,
         body: GenerationBody,
         prompts: Sequence[list[int]],
         *,
@@ -64,18 +60,17 @@ class Frontend:
                 "allowed",
                 param="n",
             )
-        model = self.settings.model_name
-        max_model_len = self.backend.max_model_len(model)
+        max_model_len = self.backend.max_model_len(model.name)
         cache_salt = self._cache_salt(context, body)
         requests = []
         for i, token_ids in enumerate(prompts):
             fitted = limits.fit_max_tokens(len(token_ids), max_tokens, default_max_tokens, max_model_len, prompt_param)
             if not body.stream:
                 fitted = limits.fit_result(num_choices, fitted, num_logprobs, is_asked=max_tokens is not None)
-            sampling = body.sampling(fitted, num_logprobs, self.tokenizer)
-            requests.append(engine.Request(f"{request_id}-{i}", token_ids, len(token_ids), sampling, cache_salt, model))
+            sampling = body.sampling(fitted, num_logprobs, model.tokenizer)
+            requests.append(engine.Request(f"{request_id}-{i}", token_ids, len(token_ids), sampling, cache_salt, model.name))
         text = TextOptions(body.stop, body.include_stop_str_in_output, body.skip_special_tokens)
-        return Run(self.backend, self.tokenizer, requests, text, arrived_at=context.arrived_at, deadline_at=context.deadline_at)
+        return Run(self.backend, model.tokenizer, requests, text, arrived_at=context.arrived_at, deadline_at=context.deadline_at)
 
     def _cache_salt(self, context: RequestContext, body: GenerationBody) -> str:
         """What separates prefix caches: tenants from each other, unless they share one, and what a client keeps apart itself."""
@@ -83,8 +78,7 @@ class Frontend:
             return body.cache_salt
         return f"{context.tenant}:{body.cache_salt}"
 
-    async def answer(self, http: Request, request_id: str, body: GenerationBody, run: Run, writer: Writer) -> Response:
-        envelope = Envelope(request_id, self.settings.model_name)
+    async def answer(self, http: Request, envelope: Envelope, body: GenerationBody, run: Run, writer: Writer) -> Response:
         if body.stream:
             return EventStream(stream(run, writer, envelope, body.include_usage), context_of(http.scope))
         return json_response(await while_wanted(context_of(http.scope), http.receive, collect(run, writer, envelope)))

@@ -14,6 +14,7 @@ HTTP_REQUEST_SECONDS = Histogram(
 )
 REQUESTS_IN_FLIGHT = Gauge("twostroke_http_requests_in_flight", "Generation requests being answered")
 REQUESTS_REFUSED = Counter("twostroke_http_requests_refused_total", "Requests and connections refused, by reason", ["reason"])
+MODELS_REFUSED = Counter("twostroke_models_refused_total", "Models with workers that are not served, by reason", ["reason"])
 CLIENTS_STUCK = Counter(
     "twostroke_http_clients_stuck_total", "Connections aborted because the client did not read its answer in time"
 )

@@ -1,12 +1,12 @@
-"""GET /v1/models and /v1/models/{id}: the one model there is."""
+"""GET /v1/models and /v1/models/{id}: what can be served now."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from fastapi import Request, Response
 
+from services.router.http.catalog import ServedModel
 from services.router.http.frontend import Frontend
 from services.router.http.json_response import json_response
 from shared.base.errors import Unavailable
@@ -15,27 +15,28 @@ from shared.base.errors import Unavailable
 class Models:
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
-        self._created_s = int(time.time())
 
     async def index(self, http: Request) -> Response:
-        return json_response({"object": "list", "data": [self._card()]})
+        cards = [_card(model, pool.max_model_len) for model, pool in self._frontend.catalog.served()]
+        return json_response({"object": "list", "data": cards})
 
     async def show(self, http: Request) -> Response:
-        self._frontend.check_model(http.path_params["model_id"])
-        return json_response(self._card())
+        model = self._frontend.catalog.find(http.path_params["model_id"])
+        return json_response(_card(model, self._max_model_len(model.name)))
 
-    def _card(self) -> dict[str, Any]:
-        return {
-            "id": self._frontend.settings.model_name,
-            "object": "model",
-            "created": self._created_s,
-            "owned_by": "twostroke",
-            "max_model_len": self._max_model_len(),
-        }
-
-    def _max_model_len(self) -> int | None:
+    def _max_model_len(self, model: str) -> int | None:
         """None while no worker says."""
         try:
-            return self._frontend.backend.max_model_len(self._frontend.settings.model_name)
+            return self._frontend.backend.max_model_len(model)
         except Unavailable:
             return None
+
+
+def _card(model: ServedModel, max_model_len: int | None) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created_at,
+        "owned_by": "twostroke",
+        "max_model_len": max_model_len,
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from services.router.dispatch.backend import Backend
+from services.router.http.catalog import Catalog
 from services.router.http.errors import error_response
 from services.router.http.json_response import json_response
 from services.router.http.stopping import Stopping
@@ -13,8 +13,8 @@ from shared.base.errors import Unavailable
 
 
 class Probes:
-    def __init__(self, backend: Backend, stopping: Stopping) -> None:
-        self._backend = backend
+    def __init__(self, catalog: Catalog, stopping: Stopping) -> None:
+        self._catalog = catalog
         self._stopping = stopping
 
     async def health(self, http: Request) -> Response:
@@ -25,7 +25,7 @@ class Probes:
         """A request would succeed now; if not, 503 and why."""
         if self._stopping.is_draining:
             return error_response(Unavailable("the router stops"))
-        reason = self._backend.is_ready()
+        reason = self._catalog.why_not_ready()
         return json_response({"status": "ready"}) if reason is None else error_response(Unavailable(reason))
 
     async def metrics(self, http: Request) -> Response:
