@@ -39,6 +39,8 @@ from shared.base.errors import TwostrokeError
 
 CONNECTION_KEY = "twostroke.connection"  # in the ASGI scope
 
+_MAX_UNSENT_BYTES = 64 * 1024  # that the system holds for a client, beside what is on its way
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
@@ -87,7 +89,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        _send_at_once(transport)
+        _set_up_writing(transport)
         if len(self.connections) > self._limits.max_connections:
             limit = self._limits.max_connections
             return self._refuse(TooManyConnections(f"the server has {limit} connections, as many as it takes; try again"))
@@ -227,12 +229,15 @@ class BoundedHttp(HttpToolsProtocol):
             self._write_timer = None
 
 
-def _send_at_once(transport: asyncio.Transport) -> None:
-    """Else the second small write, such as a first token behind its head, waits until the client has acknowledged the one before:
-    40 ms. asyncio sees to it only where the listener was made for TCP by name."""
+def _set_up_writing(transport: asyncio.Transport) -> None:
     accepted = transport.get_extra_info("socket")
-    if accepted is not None and accepted.family in (socket.AF_INET, socket.AF_INET6):
-        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if accepted is None or accepted.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    # Else the second small write, such as a first token behind its head, waits until the client has acknowledged the one before:
+    # 40 ms. asyncio sees to it only where the listener was made for TCP by name.
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # Else the system takes megabytes for a client that does not read, and its generation goes on.
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
 
 
 def _refusal(error: TwostrokeError) -> bytes:
