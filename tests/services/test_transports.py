@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from shared.base.request import Token
 from shared.base.worker_info import Role
 from shared.engine.schedule.plan import Event
 from shared.options.worker import WorkerConfig
+from shared.rpc import kv_pb2
 from shared.transfer.handoff import metrics
 from shared.transfer.handoff.acceptors import Acceptors
 from shared.transfer.handoff.links import Links
@@ -476,6 +478,44 @@ class TestFence:
 
 def permissions_of_entries(folder: Path) -> list[int]:
     return [entry.stat().st_mode & 0o777 for entry in folder.iterdir()]
+
+
+@pytest.mark.parametrize("transport", ["shm", "cuda-ipc"])
+@pytest.mark.parametrize(
+    ("lie", "says"),
+    [
+        ([0, 1, 2, 3, 4, 5, 64], "grants block 64 of pools of 64 blocks"),
+        ([2**32 - 1] * 7, "grants block 4294967295 of pools of 64 blocks"),
+        ([0, 1, 2, 3, 4, 5], "granted 6 of the 7 blocks from 0 on"),
+        ([], "granted 0 of the 7 blocks from 0 on"),
+    ],
+)
+async def test_nothing_is_written_for_a_receiver_that_lies_about_its_blocks(
+    transport: str, lie: list[int], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair(transport) as both:
+        honest = both.receiver.open
+
+        async def lies(*args: Any, **kwargs: Any) -> kv_pb2.OpenReply:
+            reply = await honest(*args, **kwargs)
+            del reply.block_ids[:]
+            reply.block_ids.extend(lie)
+            return reply
+
+        monkeypatch.setattr(both.receiver, "open", lies)
+        before = both.worker.runner.pool.blocks.clone()
+        both.expect(100)
+        sender = both.sender()
+
+        async def ship() -> None:
+            await sender.open(7)
+            await sender.push(0, list(range(20, 27)))
+
+        with pytest.raises(CorruptTransfer, match=says):
+            await ship()
+        await sender.abort("test")
+        assert torch.equal(both.worker.runner.pool.blocks, before)
+        await both.is_baseline()
 
 
 def num_pool_mappings() -> int:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from shared.base.errors import StaleTransfer
+from shared.base.errors import CorruptTransfer, StaleTransfer
 from shared.base.worker_info import KvGeometry
 from shared.engine.memory.kv_pool import KvPool
 from shared.rpc import kv_pb2
@@ -50,12 +50,17 @@ class MappedWriter:
         self._first_target = 0  # the prompt's block that targets[0] is for
 
     def opened(self, reply: kv_pb2.OpenReply) -> None:
+        allowed = self._link.num_blocks
+        if outside := [block_id for block_id in reply.block_ids if block_id >= allowed]:
+            raise CorruptTransfer(f"the receiver grants block {outside[0]} of pools of {allowed} blocks")
         self._first_target = reply.num_cached_blocks
         self._targets = reply.block_ids
 
     async def ship(self, chunk: kv_pb2.Chunk, pool: KvPool, block_ids: Sequence[int], announce: Announce) -> None:
         begin = chunk.first_block - self._first_target
-        targets = self._targets[begin : begin + chunk.num_blocks]
+        targets = self._targets[begin : begin + chunk.num_blocks] if begin >= 0 else ()
+        if len(targets) != len(block_ids):
+            raise CorruptTransfer(f"the receiver granted {len(targets)} of the {len(block_ids)} blocks from {chunk.first_block} on")
         per_turn = max(1, self._link.bytes_per_turn // pool.geometry.block_bytes)
         for start in range(0, len(block_ids), per_turn):
             if start:
@@ -81,6 +86,7 @@ class MappedHeads:
 
     heads: range
     pool: PeerPool
+    num_blocks: int
 
 
 class MappedLink:
@@ -89,6 +95,7 @@ class MappedLink:
         self.link_id = link_id
         self.is_alive = True
         self.bytes_per_turn = mapper.bytes_per_turn
+        self.num_blocks = min(peer.num_blocks for peer in pools)  # a granted block is in every pool
         self._connection = connection
         self._pools = pools
         self._writers: dict[int, MappedWriter] = {}
@@ -203,7 +210,9 @@ class MappedConnector:
                 if not memory.num_heads or not memory.size_bytes or memory.size_bytes % geometry.block_bytes:
                     raise OSError("it holds other blocks")
                 heads = range(memory.first_head, memory.first_head + memory.num_heads)
-                mapped.append(MappedHeads(heads, self._mapper.map(memory, fds, geometry)))
+                mapped.append(
+                    MappedHeads(heads, self._mapper.map(memory, fds, geometry), memory.size_bytes // geometry.block_bytes)
+                )
             if [head for peer in mapped for head in peer.heads] != list(range(self._geometry.num_kv_heads)):
                 raise OSError("it does not hold every head once")
         except OSError:
