@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.options.checks import check_at_least, check_listener, served_name
+from shared.options.checks import check_at_least, check_listener, check_served_name, served_name
 from shared.options.config import option, size_bytes
 from shared.options.peers import PeerConfig
 
@@ -52,6 +52,8 @@ class RouterConfig(PeerConfig):
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             raise ValueError("--ssl-certfile and --ssl-keyfile go together")
         check_listener(self.host, self.port)
+        if self.model:
+            check_served_name(self.model_name)
         check_at_least(1, self, "max_concurrent_requests", "max_connections", "max_request_bytes", "max_models")
         if not self.model and (self.tokenizer or self.chat_template):
             raise ValueError("--tokenizer and --chat-template are those of --model, which is missing")

@@ -10,6 +10,7 @@ from math import prod
 from typing import NewType
 
 PROTOCOL_VERSION = 1
+MAX_ID_CHARS = 256  # of worker ids and names of models
 _KV_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 _SCALE_BYTES = 4  # one-byte types have a float32 scale per token (`shared/kernels/kv_layout.py`)
 

@@ -19,13 +19,12 @@ from typing import Any, Literal
 import orjson
 
 from shared.base.address import Address
-from shared.base.worker_info import BootId, Load, Role, WorkerId, WorkerInfo
+from shared.base.worker_info import MAX_ID_CHARS, BootId, Load, Role, WorkerId, WorkerInfo
 from shared.index.metrics import REFUSED
 
 log = logging.getLogger(__name__)
 
 MAX_ENTRY_BYTES = 16 * 1024
-MAX_ID_CHARS = 256
 _MAX_TEXT_CHARS = 4096
 _MAX_COUNT = 2**53
 _MAX_BLOCK_SIZE = 4096

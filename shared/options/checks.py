@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shared.base.address import Address, is_any_host, is_host
+from shared.base.worker_info import MAX_ID_CHARS
 
 
 def check_at_least(minimum: int, config: object, *names: str) -> None:
@@ -34,6 +35,12 @@ def check_advertised(address: str) -> None:
         raise ValueError(f"--advertise: {error}") from None
     if is_any_host(host):
         raise ValueError(f"--advertise is {address}, which is no address of one machine; it must be one that others reach")
+
+
+def check_served_name(name: str) -> None:
+    """As routers accept it in the registry."""
+    if not (1 <= len(name) <= MAX_ID_CHARS and name.isprintable()):
+        raise ValueError(f"--served-model-name is {name[:100]!r}; it must have 1 to {MAX_ID_CHARS} printable characters")
 
 
 def served_name(model: str, served_model_name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.options.checks import check_advertised, check_at_least, check_listener, check_port, served_name
+from shared.options.checks import check_advertised, check_at_least, check_listener, check_port, check_served_name, served_name
 from shared.options.config import option, size_bytes
 from shared.options.peers import PeerConfig
 
@@ -59,6 +59,8 @@ class WorkerConfig(PeerConfig):
         check_at_least(1, self, "max_num_seqs", "max_num_batched_tokens", "num_blocks", "num_threads", "max_model_len")
         check_listener(self.host, self.port)
         check_port(self.metrics_port, "--metrics-port")
+        if self.model:
+            check_served_name(self.model_name)
         check_advertised(self.advertise)
         if self.block_size not in (8, 16, 32, 64, 128):
             raise ValueError(f"--block-size is {self.block_size}; it must be one of 8, 16, 32, 64, 128")

@@ -7,7 +7,6 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 
 from services.local.valkey import ValkeyAddress
 from tests.support.eventually import eventually
-from tests.support.parts import Part, free_ports, service_command
+from tests.support.parts import Part, free_ports, service_command, started
 from tests.support.tiny_model import save_tiny_model
 from tests.support.valkey import TestValkey
 
@@ -54,15 +53,6 @@ async def site(tmp_path: Path, unused_tcp_port: int) -> AsyncIterator[Site]:
     await valkey.start()
     yield Site(tmp_path, valkey.url)
     await valkey.stop()
-
-
-@asynccontextmanager
-async def started(*parts: Part) -> AsyncIterator[None]:
-    try:
-        await asyncio.gather(*(part.start() for part in parts))
-        yield
-    finally:
-        await asyncio.gather(*(part.stop() for part in parts))
 
 
 async def ask(client: httpx.AsyncClient, url: str, **body: Any) -> httpx.Response:

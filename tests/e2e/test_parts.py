@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from shared.rpc import control_pb2, control_pb2_grpc
 from shared.wire.channels import Channels
 from shared.wire.settings import read_file
 from tests.support.eventually import eventually
-from tests.support.parts import Part, free_ports, service_command
+from tests.support.parts import Part, free_ports, service_command, started
 from tests.support.tiny_model import save_tiny_model
 from tests.support.valkey import TestValkey
 
@@ -63,15 +61,6 @@ async def recipe(tmp_path: Path, unused_tcp_port: int) -> AsyncIterator[Recipe]:
     await valkey.start()
     yield Recipe(tmp_path, valkey)
     await valkey.stop()
-
-
-@asynccontextmanager
-async def started(*parts: Part) -> AsyncIterator[None]:
-    async with AsyncExitStack() as stack:
-        for part in parts:
-            stack.push_async_callback(part.stop)
-        await asyncio.gather(*(part.start() for part in parts))
-        yield
 
 
 async def complete(url: str, **more: Any) -> dict[str, Any]:

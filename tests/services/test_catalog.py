@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +29,13 @@ def pool(name: str, source: str = "", max_model_len: int = 100) -> ModelPool:
 
 
 @pytest.fixture
-def service(raw: Tokenizer, model_folder: Path) -> Iterator[Service]:
-    """Without a model of its own. "broken" cannot be loaded, "slow" when the test says so."""
-    go_on = threading.Event()
+def go_on() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def service(raw: Tokenizer, model_folder: Path, go_on: threading.Event) -> Iterator[Service]:
+    """Without a model of its own. "broken" cannot be loaded, "slow" once the test says so."""
 
     def load(asked: ModelPool) -> ChatTokenizer:
         if asked.source == "broken":
@@ -40,7 +46,6 @@ def service(raw: Tokenizer, model_folder: Path) -> Iterator[Service]:
 
     service = Service(None, raw, load, max_models=2)
     service.serve_models()
-    service.go_on = go_on  # type: ignore[attr-defined]
     yield service
     go_on.set()
     service.stop()
@@ -56,9 +61,11 @@ def post(service: Service, **body: Any) -> httpx.Response:
 
 async def test_models_are_listed_while_they_have_workers_and_found_by_name(service: Service) -> None:
     assert listed(service) == {}
+    assert "tokenizer" in service.http.get("/ready").json()["error"]["message"]
     assert post(service, model="a").status_code == post(service).status_code == 503
     service.serve_models(pool("a", max_model_len=100))
     await eventually(lambda: listed(service) == {"a": 100})
+    assert service.http.get("/ready").status_code == 200
     assert post(service).json()["model"] == "a"  # the only one
     service.serve_models(pool("a", max_model_len=100), pool("b", max_model_len=50))
     await eventually(lambda: listed(service) == {"a": 100, "b": 50})
@@ -102,7 +109,9 @@ async def test_a_model_beyond_the_limit_waits_for_one_to_go(service: Service) ->
     await eventually(lambda: listed(service) == {"b": 100, "c": 100})
 
 
-async def test_a_tokenizer_is_loaded_beside_the_loop_and_one_that_comes_too_late_is_dropped(service: Service) -> None:
+async def test_a_tokenizer_is_loaded_beside_the_loop_and_one_that_comes_too_late_is_dropped(
+    service: Service, go_on: threading.Event
+) -> None:
     service.serve_models(pool("a"), pool("slow", "slow"))
     await eventually(lambda: listed(service) == {"a": 100})  # and so the server answers meanwhile
     refused = post(service, model="slow")
@@ -110,7 +119,7 @@ async def test_a_tokenizer_is_loaded_beside_the_loop_and_one_that_comes_too_late
     assert "being loaded" in refused.json()["error"]["message"]
     service.serve_models(pool("a"))
     await eventually(lambda: post(service, model="slow").status_code == 404)
-    service.go_on.set()  # type: ignore[attr-defined]
+    go_on.set()
     assert listed(service) == {"a": 100}
 
 
@@ -133,3 +142,17 @@ async def test_the_routers_own_model_stays_found_but_is_not_listed_without_worke
 def test_options_of_a_model_need_one(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"--model|max.models"):
         RouterConfig(**options)
+
+
+_LOAD_IN_THREADS = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from services.router.text.tokenizer import ChatTokenizer
+with ThreadPoolExecutor(4) as threads:
+    print(len({id(tokenizer) for tokenizer in threads.map(ChatTokenizer.load, [sys.argv[1]] * 4)}))
+"""
+
+
+def test_a_new_process_may_load_several_tokenizers_at_once(model_folder: Path) -> None:
+    done = subprocess.run((sys.executable, "-c", _LOAD_IN_THREADS, model_folder), capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "4", done.stderr

@@ -7,8 +7,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from services.local.launch import launch_command
@@ -117,3 +117,13 @@ class Part:
 
     def last_output(self, num_lines: int = 20) -> str:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-num_lines:])
+
+
+@asynccontextmanager
+async def started(*parts: Part) -> AsyncIterator[None]:
+    """All at once, and stopped all at once."""
+    try:
+        await asyncio.gather(*(part.start() for part in parts))
+        yield
+    finally:
+        await asyncio.gather(*(part.stop() for part in parts))

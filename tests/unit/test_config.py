@@ -220,6 +220,14 @@ def test_a_model_is_served_under_the_last_part_of_its_path_or_the_name_it_is_giv
     assert RouterConfig(model=model, served_model_name=served_model_name).model_name == name
 
 
+@pytest.mark.parametrize(("model", "name"), [("/", ""), ("m", "a\nb"), ("m", "x" * 257)])
+@pytest.mark.parametrize("config", [WorkerConfig, RouterConfig])
+def test_names_of_models_that_no_registry_takes_are_refused(config, model, name):
+    with pytest.raises(ValueError, match="--served-model-name"):
+        config(model=model, served_model_name=name)
+    assert len(config(model="m", served_model_name="x" * 256).model_name) == 256
+
+
 def up(*argv: str, **environ: str) -> UpConfig:
     return parse_config(UpConfig, argv, "twostroke up", environ)
 

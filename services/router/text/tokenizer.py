@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from shared.models.tokenizer import load_tokenizer
 
 # Shorter texts (about a millisecond) are tokenized at once: a thread costs more.
 MAX_INLINE_CHARS = 4096
+_BUILDING = threading.Lock()  # transformers imports its parts as they are asked for, which two threads must not do at once
 
 
 class ChatTokenizer:
@@ -54,7 +56,8 @@ class ChatTokenizer:
         files = locate(source, revision, tokenizer, with_weights=False)
         facts = ModelFacts.of(files, with_sampling_defaults=generation_config != "none")
         template = read_template(chat_template) if chat_template else None
-        return cls(load_tokenizer(files), facts, template)
+        with _BUILDING:
+            return cls(load_tokenizer(files), facts, template)
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool, param: str = "prompt") -> list[list[int]]:
         """Token ids of each text. Raises InvalidRequest for a token that the model does not have."""
