@@ -17,6 +17,7 @@ import pytest
 
 from shared.base.request import FinishReason, Output, Token
 from shared.base.worker_info import Role
+from shared.engine import engine
 from shared.index.keys import Keys
 from shared.index.registration import Registration
 from shared.options.worker import WorkerConfig
@@ -31,7 +32,7 @@ from tests.support.valkey import TestValkey, valkey
 
 __all__ = ["valkey"]  # a fixture
 
-BODY = {"model": "tiny", "prompt": "quick brown fox", "max_tokens": 100, "stream": True}
+BODY = {"model": "tiny", "prompt": "quick brown fox", "max_tokens": 100, "ignore_eos": True, "stream": True}
 
 
 class Turnstile(threading.Event):
@@ -66,7 +67,8 @@ class Stack:
 
 
 @pytest.fixture
-async def stack(tmp_path: Path, valkey: TestValkey) -> AsyncIterator[Stack]:
+async def stack(tmp_path: Path, valkey: TestValkey, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stack]:
+    monkeypatch.setattr(engine, "_exit_stuck", lambda elapsed_s: None)  # tests hold steps for as long as they need
     worker = await FakeWorker(Role.COLOCATED, config=WorkerConfig(model="tiny", max_model_len=200)).start()
     registration = Registration(valkey.url, worker.info, worker.worker.engine, Keys())
     await registration.start()
