@@ -21,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants")
     parser.add_argument("--group", action="append", choices=sorted(GROUPS), help="only this group of modules; may be repeated")
     parser.add_argument("--processes", type=int, default=2, help="mutants under test at once (default: 2)")
-    parser.add_argument("--out", type=Path, help="file for the report, such as bench/reports/mutants.json")
+    parser.add_argument("--out", type=Path, help="file for the report; modules of other groups stay in it")
     parser.add_argument(
         "--goal", type=float, default=0.9, help="least share of mutants to be noticed in each module (default: 0.9)"
     )
@@ -29,7 +29,7 @@ def main() -> None:
     scores = [score for name in options.group or GROUPS for score in _run(name, options.processes)]
     print(as_table(scores))
     if options.out:
-        options.out.write_text(as_report(scores))
+        options.out.write_text(as_report(scores, before=options.out))
     sys.exit(any(score.share < options.goal for score in scores))
 
 

@@ -50,16 +50,19 @@ def as_table(scores: Iterable[Score]) -> str:
     return "\n".join([f"{'module':<48} {'mutants':>7} {'noticed':>8} {'share':>7}", *rows, total])
 
 
-def as_report(scores: Iterable[Score]) -> str:
-    rows = [
-        {
-            "module": score.module,
-            "mutants": score.num_run,
-            "noticed": score.num_noticed,
-            "share": round(score.share, 3),
-            "not_run": score.num_not_run,
-            "survivors": list(score.survivors),
-        }
-        for score in scores
-    ]
-    return json.dumps(rows, indent=1) + "\n"
+def as_report(scores: Iterable[Score], before: Path) -> str:
+    """JSON with a row per module; rows of modules that were not run now are those of the report `before`, if there is one."""
+    rows = {row["module"]: row for row in json.loads(before.read_text())} if before.exists() else {}
+    rows |= {score.module: _row(score) for score in scores}
+    return json.dumps([rows[module] for module in sorted(rows)], indent=1) + "\n"
+
+
+def _row(score: Score) -> dict[str, object]:
+    return {
+        "module": score.module,
+        "mutants": score.num_run,
+        "noticed": score.num_noticed,
+        "share": round(score.share, 3),
+        "not_run": score.num_not_run,
+        "survivors": list(score.survivors),
+    }

@@ -29,7 +29,7 @@ def group(split: Sequence[int], memory: np.ndarray) -> PoolGroup:
     shards, first = [], 0
     for count in split:
         pool = KvPool(replace(GEOMETRY, num_kv_heads=count), NUM_BLOCKS, torch.device("cpu"), ReferenceKernels())
-        pool.host_blocks[...] = memory[:, :, :, first : first + count]
+        pool.cpu_blocks[...] = memory[:, :, :, first : first + count]
         shards.append(HeadShard(pool, first))
         first += count
     return PoolGroup(shards)
@@ -40,7 +40,7 @@ def part(first_layer: int, num_layers: int, first_head: int, num_heads: int) -> 
 
 
 def together(pools: PoolGroup) -> np.ndarray:
-    return np.concatenate([shard.pool.host_blocks for shard in pools.shards], axis=3)
+    return np.concatenate([shard.pool.cpu_blocks for shard in pools.shards], axis=3)
 
 
 @given(

@@ -62,7 +62,7 @@ class KvPool:
             self._kernels.copy_blocks(self.blocks, pairs[:, 0], pairs[:, 1])
 
     @property
-    def host_blocks(self) -> NDArray[np.uint8]:
+    def cpu_blocks(self) -> NDArray[np.uint8]:
         """The bytes of a pool on a CPU, writable: [NB, L, 2, Hkv, head_bytes]."""
         return self.blocks.numpy()
 
@@ -76,7 +76,7 @@ class KvPool:
     def read_blocks(self, block_ids: Sequence[int], layers: range) -> bytes | memoryview:
         """Those layers of some blocks, one block after the other. Waits for the device."""
         if self.device.type == "cpu":
-            blocks, run = self.host_blocks, as_slice(layers)
+            blocks, run = self.cpu_blocks, as_slice(layers)
             return b"".join([blocks[b, run].data for b in block_ids])  # layers of one block are one run of bytes
         return self.gather(block_ids, layers).cpu().numpy().data
 
@@ -95,7 +95,7 @@ class KvPool:
             )
         layers, heads = as_slice(part.layers), as_slice(part.heads)
         if self.device.type == "cpu":
-            target = self.host_blocks
+            target = self.cpu_blocks
             source = data.numpy() if isinstance(data, Tensor) else np.frombuffer(data, dtype=np.uint8)
             for block_id, block in zip(block_ids, source.reshape(shape), strict=True):
                 target[block_id, layers, :, heads] = block

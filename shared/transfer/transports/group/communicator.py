@@ -111,7 +111,8 @@ def connect_store(host: str, port: int, link_id: bytes, timeout_s: float) -> Sto
 
 
 def _store(host: str, port: int, link_id: bytes, timeout_s: float, **options: Any) -> Store:
-    """The pair's keys begin with its random id, which only the pair knows: what a stranger writes is not found."""
+    """The pair's keys begin with its random id, so that a late message of another pair is not found. It is no protection: a store
+    lists its keys to whoever reaches the port (SECURITY.md)."""
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(host, port, wait_for_workers=False, timeout=timeout, **options)  # type: ignore[attr-defined]
     return dist.PrefixStore(link_id.hex(), store)  # type: ignore[attr-defined]

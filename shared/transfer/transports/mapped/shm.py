@@ -90,7 +90,7 @@ class ShmMapper:
 def _layers_of_blocks(pool: KvPool, block_ids: Sequence[int], layers: range) -> Iterator[NDArray[np.uint8]]:
     """Each block, [layers, 2, heads, bytes of one head's tokens]: in place on a CPU, read from the device first on a GPU."""
     if pool.device.type == "cpu":
-        blocks = pool.host_blocks
+        blocks = pool.cpu_blocks
         return (blocks[block_id, as_slice(layers)] for block_id in block_ids)
     read = np.frombuffer(pool.read_blocks(block_ids, layers), dtype=np.uint8)
     return iter(read.reshape(len(block_ids), len(layers), *pool.blocks.shape[2:]))
