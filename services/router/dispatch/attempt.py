@@ -51,7 +51,7 @@ class Attempt:
         message = control_pb2.GenerateRequest(request=request_to_wire(self._request))
         if prefill is not None:
             message.handoff.transfer_id = transfer_id
-        self._stream = stream = LegStream(self._stub.Generate(message, timeout=self._budget.left_s), "decode", decode)
+        self._stream = stream = LegStream(self._stub.Generate(message, timeout=self._budget.call_timeout_s), "decode", decode)
         delivery: asyncio.Task[None] | None = None
         try:
             await self._wait_until_accepted(stream)

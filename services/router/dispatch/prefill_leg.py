@@ -50,7 +50,7 @@ class PrefillLeg:
             transfer_id=self._transfer_id, attempt=attempt, address=self._decode.address, boot_id=self._decode.boot_id
         )
         message = control_pb2.PrefillRequest(request=request_to_wire(self._request), destination=destination)
-        call = control_pb2_grpc.PrefillStub(self._fleet.channel(prefill)).Prefill(message, timeout=self._budget.left_s)
+        call = control_pb2_grpc.PrefillStub(self._fleet.channel(prefill)).Prefill(message, timeout=self._budget.call_timeout_s)
         stream = LegStream(call, "prefill", prefill)
         try:
             reply = (await stream.read()).reply
