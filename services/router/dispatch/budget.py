@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-
 _GRACE_S = 1.0
 
 
