@@ -4,17 +4,19 @@ transformers loads the tokenizer and renders chats; ids and text go through the 
 interpreter lock, so that long prompts are tokenized beside the event loop.
 
 Special tokens are read as such in what a chat template wrote, not in what people wrote: `<|im_end|>` inside a message is text, and
-cannot end it. Plain prompts of completions are read whole, special tokens included, as vLLM does.
+cannot end it; where the installed transformers cannot tell them apart yet, such messages are refused. Plain prompts of completions
+are read whole, special tokens included, as vLLM does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -27,8 +29,9 @@ from shared.base.errors import InvalidRequest
 from shared.models.locate import locate
 from shared.models.tokenizer import load_tokenizer
 
-# Shorter texts (about a millisecond) are tokenized at once: a thread costs more.
+# Shorter texts (about a millisecond) are rendered and tokenized at once: a thread costs more.
 MAX_INLINE_CHARS = 4096
+_SANITIZE = "sanitize_control_tokens"  # an option of transformers; one without it would hand it to the template as a variable
 _BUILDING = threading.Lock()  # transformers imports its parts as they are asked for, which two threads must not do at once
 
 
@@ -40,6 +43,7 @@ class ChatTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._templates = ChatTemplates(tokenizer, chat_template)
+        self._can_sanitize = _SANITIZE in inspect.signature(tokenizer.apply_chat_template).parameters
         self.vocabulary = Vocabulary(self._tokenizer)
         self._special_text = _any_of([token for i in self.vocabulary.special_ids if (token := self.vocabulary.name(i))])
         self.vocab_size: int = facts.vocab_size or len(tokenizer)
@@ -80,12 +84,19 @@ class ChatTokenizer:
     ) -> list[int]:
         """Token ids of the chat as the model's template writes it. `variables` are the client's; `parse_special_tokens`: also in
         what people wrote. Raises InvalidRequest."""
-        people = (messages, variables, tools)
-        if parse_special_tokens or not _holds(people, self._special_text):
-            text = self.render_chat(messages, add_generation_prompt, variables, tools)
+        said = list(_strings((messages, variables, tools)))
+        if parse_special_tokens or not any(map(self._special_text.search, said)):
+            chat = (messages, add_generation_prompt, variables, tools)
+            is_short = sum(map(len, said)) <= MAX_INLINE_CHARS
+            text = self.render_chat(*chat) if is_short else await asyncio.to_thread(self.render_chat, *chat)
             [token_ids] = await self.encode([text], add_special_tokens=False, param="messages")
             return token_ids
-        options = {"tokenize": True, "return_dict": False, "sanitize_control_tokens": True}
+        if not self._can_sanitize:
+            raise InvalidRequest(
+                f"messages hold the special token {self._first_special(said)!r}, which this server cannot read as text",
+                param="messages",
+            )
+        options = {"tokenize": True, "return_dict": False, _SANITIZE: True}
         token_ids = await asyncio.to_thread(self._apply, messages, add_generation_prompt, variables, tools, options)
         self._check_encoded("messages", token_ids)
         return token_ids
@@ -132,6 +143,9 @@ class ChatTokenizer:
         """Those of the texts that are a special token."""
         return frozenset(i for text in texts if (i := self.vocabulary.special_id(text)) is not None and i < self.vocab_size)
 
+    def _first_special(self, texts: Sequence[str]) -> str:
+        return next(match[0] for text in texts if (match := self._special_text.search(text)))
+
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
@@ -166,10 +180,13 @@ def _alternatives(texts: Collection[str]) -> str:
     return f"{re.escape(prefix)}(?:{'|'.join(map(_alternatives, by_char.values()))})"
 
 
-def _holds(value: Any, pattern: re.Pattern[str]) -> bool:
-    """Whether the pattern is found in any string of a JSON-like value."""
+def _strings(value: Any) -> Iterator[str]:
+    """All strings of a JSON-like value, keys included."""
     if isinstance(value, str):
-        return pattern.search(value) is not None
-    if isinstance(value, Mapping):
-        return any(_holds(part, pattern) for item in value.items() for part in item)
-    return isinstance(value, list | tuple) and any(_holds(part, pattern) for part in value)
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.items():
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _strings(part)
