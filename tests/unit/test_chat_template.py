@@ -230,6 +230,27 @@ def test_developer_stays_where_the_template_knows_it_and_is_system_elsewhere() -
     assert _tokenizer(ONE_SYSTEM).render_chat(developer, False, {}) == "<<d>>[user]u"
 
 
+def test_a_template_knows_developer_if_it_writes_such_messages_otherwise_than_any_role() -> None:
+    developer = [{"role": "developer", "content": "d"}, *_user("u")]
+    silent = "{# developer #}{% for m in messages if m.role in ['system', 'user'] %}({{ m.role }}){{ m.content }}{% endfor %}"
+    assert _tokenizer(silent).render_chat(developer, False, {}) == "(system)d(user)u"
+    any_role = "{# developer #}{% for m in messages %}({{ m.role }}){{ m.content }}{% endfor %}"
+    assert _tokenizer(any_role).render_chat(developer, False, {}) == "(system)d(user)u"
+    by_name = "{% for m in messages %}{% if m.role[:3] in ['use', 'dev'] %}({{ m.role }}){{ m.content }}{% endif %}{% endfor %}"
+    assert _tokenizer(by_name).render_chat(developer, False, {}) == "(developer)d(user)u"
+
+
+@pytest.mark.parametrize("otherwise", ["", "{{ raise_exception('only people') }}"])
+@pytest.mark.parametrize("num_systems", [1, 2])
+def test_system_messages_are_refused_where_the_template_takes_none(otherwise: str, num_systems: int) -> None:
+    no_system = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}" + otherwise + "{% endif %}{% endfor %}"
+    tokenizer = _tokenizer(no_system)
+    with pytest.raises(InvalidRequest, match="takes no system messages") as refused:
+        tokenizer.render_chat([{"role": "system", "content": "s"}] * num_systems + _user("u"), False, {})
+    assert refused.value.param == "messages"
+    assert tokenizer.render_chat(_user("u"), False, {}) == "u"
+
+
 def test_systems_are_merged_at_the_head_where_the_template_takes_only_one() -> None:
     late = [{"role": "system", "content": "s"}, *_user("u"), {"role": "developer", "content": "d"}, *_user("v")]
     assert _tokenizer(ONE_SYSTEM).render_chat(late, False, {}) == "<<s\n\nd>>[user]u[user]v"

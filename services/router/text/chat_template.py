@@ -4,7 +4,8 @@ A model has one template or several named ones; with tools, `tool_use` is used i
 small chats when the template is loaded:
 
 - content as a string, or (if a string does not show) as a list of parts;
-- system messages anywhere, or only one at the head: several are then merged there.
+- messages of role developer (if it writes them otherwise than a made-up role's), or system messages in their place;
+- system messages anywhere, or only one at the head (several are then merged there), or none: they are then refused.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from jinja2 import TemplateError
 from shared.base.errors import InvalidRequest
 
 Message = Mapping[str, Any]  # role, content (a string or a list of text parts), perhaps name
+Talk = Sequence[tuple[str, str]]  # roles and what they say
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _SHORT_TALK = [("user", "u0")]
+_TALK_WITH_SYSTEM = [("system", "s0"), ("user", "u0")]
+_TALK_WITH_DEVELOPER = [("developer", "d0"), ("user", "u0")]
 _TALK_WITH_LATE_SYSTEM = [("system", "s0"), ("user", "u0"), ("assistant", "a0"), ("system", "s1"), ("user", "u1")]
 _PART_SEPARATOR, _SYSTEM_SEPARATOR = "\n", "\n\n"
 
@@ -30,12 +34,15 @@ class Template:
     source: str
     takes_parts: bool
     takes_developer: bool
+    takes_systems: bool
     takes_late_systems: bool
 
     def adapt(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages in the form that this template takes."""
+        """The messages in the form that this template takes. Raises InvalidRequest for system messages where it takes none."""
         adapted = [self._adapt_one(message) for message in messages]
         systems = [message for message in adapted if message["role"] == "system"]
+        if systems and not self.takes_systems:
+            raise InvalidRequest("the model's chat template takes no system messages", param="messages")
         is_usual = adapted[: len(systems)] == systems and len(systems) <= 1
         if self.takes_late_systems or is_usual:
             return adapted
@@ -94,18 +101,36 @@ class ChatTemplates:
 
     def _examine(self, source: str) -> Template:
         takes_parts = not self._shows(source, _SHORT_TALK, False) and self._shows(source, _SHORT_TALK, True)
-        return Template(source, takes_parts, "developer" in source, self._shows(source, _TALK_WITH_LATE_SYSTEM, takes_parts))
+        return Template(
+            source,
+            takes_parts,
+            takes_developer=self._knows_developer(source, takes_parts),
+            takes_systems=self._shows(source, _TALK_WITH_SYSTEM, takes_parts),
+            takes_late_systems=self._shows(source, _TALK_WITH_LATE_SYSTEM, takes_parts),
+        )
 
-    def _shows(self, source: str, talk: Sequence[tuple[str, str]], in_parts: bool) -> bool:
+    def _shows(self, source: str, talk: Talk, in_parts: bool) -> bool:
         """Whether all that is said is in the rendered chat, in its order."""
-        messages = [{"role": role, "content": _as_part(text) if in_parts else text} for role, text in talk]
-        try:
-            text = self._tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False)
-        except Exception:  # a template may fail in any way on what it was not written for
-            return False
+        text = self._render(source, talk, in_parts)
         position = 0
         for _, content in talk:
-            position = text.find(content, position)
+            position = -1 if text is None else text.find(content, position)
             if position < 0:
                 return False
         return True
+
+    def _knows_developer(self, source: str, in_parts: bool) -> bool:
+        """A template that takes any role, or ignores roles, writes a made-up one in the same way."""
+        if not self._shows(source, _TALK_WITH_DEVELOPER, in_parts):
+            return False
+        made_up = self._render(source, [("nobody", "d0"), ("user", "u0")], in_parts)
+        return made_up is None or made_up.replace("nobody", "developer") != self._render(source, _TALK_WITH_DEVELOPER, in_parts)
+
+    def _render(self, source: str, talk: Talk, in_parts: bool) -> str | None:
+        """None where the template refuses."""
+        messages = [{"role": role, "content": _as_part(text) if in_parts else text} for role, text in talk]
+        try:
+            text: str = self._tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False)
+        except Exception:  # a template may fail in any way on what it was not written for
+            return None
+        return text
