@@ -37,7 +37,7 @@ gpu-check: setup $(VENV)/.installed-dev  ## test and measure the GPU kernels on 
 chaos: setup $(VENV)/.installed-dev  ## real processes under load and random faults; options go into ARGS
 	@$(BIN)/python -m tests.chaos $(ARGS)
 
-mutants: setup $(VENV)/.installed-mutants  ## small faults put into the code, one at a time: do the tests notice? takes an hour
+mutants: setup $(VENV)/.installed-mutants  ## small faults put into the code, one at a time: do the tests notice? takes hours
 	@$(BIN)/python -m tests.mutants --out bench/reports/mutants.json $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## check style and types

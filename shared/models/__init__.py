@@ -5,6 +5,7 @@
     digest.py                           identity of configuration and weights
     fetch.py                            the default model
 
+    config_cache.py                     a `ModelConfig` read at an earlier start, without importing transformers
     config.py, config_fields.py         `ModelFiles` ──> `ModelConfig`, or a refusal that names what is not supported
     checkpoint.py                       weights on disk as named tensors
     dtype.py                            what to compute in and to store

@@ -2,8 +2,8 @@
 
     python -m tests.mutants [--group NAME …] [--processes N] [--out bench/reports/mutants.json] [--goal 0.9]
 
-Takes about an hour on two cores. `mutmut show NAME` in the folder that is printed for a group shows one mutant. Exit code 1 if a
-module's share lies below the goal.
+Takes hours on two cores; `--group` runs a part. `mutmut show NAME` in the folder that is printed for a group shows one mutant.
+Exit code 1 if a module's share lies below the goal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Linear layers for few rows of bfloat16 on CPUs that multiply it natively, where torch serves the larger ones: row-major weights,
+// Linear layers for few rows of bfloat16 on CPUs with matrix tiles for it, where torch serves the larger ones: row-major weights,
 // which both read, several outputs and several inputs per pass.
 #include <ATen/ops/empty.h>
 
